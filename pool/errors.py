@@ -1,0 +1,113 @@
+"""Every error genpool raises on purpose, in one tree, split by *when* it can happen.
+
+    GenpoolError
+    ├── ConfigurationError        before anything starts; names the field
+    ├── Refused                   before queueing: nothing was stored, nothing will run
+    │   ├── InvalidRequest        the caller's input is wrong; names the field and the limit
+    │   │   └── ContextTooLong    prompt + max tokens do not fit; carries both numbers
+    │   ├── UnknownModel          no catalogue entry of that name
+    │   ├── QueueFull             bounded queue; carries when to come back
+    │   └── StateUnavailable      the state server is away, read-only or out of memory
+    ├── JobUnknown                no such id (never issued, expired or deleted)
+    ├── JobNotCancellable         the job has already ended in another way
+    ├── Stale                     a write with an old fence: the attempt is no longer ours
+    └── GenerationFailed          after queueing: the job's terminal record says so too
+
+Each class carries `code`, the machine-readable word that ends up in API errors and job records, and `param`, the
+field at fault where there is one. HTTP statuses are mapped once in `webapp.errors`, Lua replies once in `pool.store`.
+"""
+
+from __future__ import annotations
+
+
+class GenpoolError(Exception):
+    """Base of all deliberate errors; `message` is safe to show to the caller and never holds prompt text."""
+
+    code = "genpool_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class ConfigurationError(GenpoolError):
+    """A setting is missing, unknown or out of range."""
+
+    code = "configuration_error"
+
+
+class Refused(GenpoolError):
+    """Refused before queueing: no record, no stream entry, no key is left behind."""
+
+    code = "refused"
+
+
+class InvalidRequest(Refused):
+    """A field of the request is wrong; `param` names it."""
+
+    code = "invalid_request"
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and output together exceed the model's context; lengths are in tokens."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, *, prompt_tokens: int, max_tokens: int, context_length: int, param: str) -> None:
+        super().__init__(
+            f"The prompt has {prompt_tokens} tokens and up to {max_tokens} more were asked for, "
+            f"but this model's context holds {context_length} tokens.",
+            param=param,
+        )
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.context_length = context_length
+
+
+class UnknownModel(Refused):
+    """No enabled catalogue entry carries this name."""
+
+    code = "unknown_model"
+
+
+class QueueFull(Refused):
+    """The model's queue is at its bound; `retry_after_s` is a whole number of seconds >= 1."""
+
+    code = "executor_queue_full"
+
+    def __init__(self, message: str, *, retry_after_s: int, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
+
+
+class StateUnavailable(Refused):
+    """The state server cannot take writes now; nothing was stored."""
+
+    code = "state_unavailable"
+
+
+class JobUnknown(GenpoolError):
+    """No job has this id (never issued, expired or deleted)."""
+
+    code = "not_found"
+
+
+class JobNotCancellable(GenpoolError):
+    """The job has already ended as completed, incomplete or failed."""
+
+    code = "not_cancellable"
+
+
+class Stale(GenpoolError):
+    """A write carried an old fence: another attempt owns the job, or it has ended. The writer drops its work."""
+
+    code = "stale"
+
+
+class GenerationFailed(GenpoolError):
+    """A generation that was accepted and then failed; `code` is the one in its terminal record."""
+
+    code = "generation_failed"

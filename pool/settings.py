@@ -1,0 +1,150 @@
+"""The settings' sections: what may be configured, in which range, with which default. Nothing here reads a file.
+
+`tasks.config` composes them from `genpool.toml` and `GENPOOL_...` variables; `docs/configuration.md` is generated from
+the field descriptions below. Unknown fields are refused; units are in the names.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+STATE_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix", "redis+socket")
+
+
+class Section(BaseModel):
+    """A frozen group of settings. Types are exact: no boolean passes for a number, no text for either."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+
+class ServerSettings(Section):
+    """`[server]`: the HTTP side."""
+
+    host: str = Field(default="127.0.0.1", description="Loopback address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on.")
+    processes: int = Field(default=1, ge=1, le=64, description="API processes (gunicorn workers).")
+    threads: int = Field(
+        default=256, ge=1, le=4096, description="Requests, waits and streams one API process serves at once."
+    )
+    sync_wait_seconds: float = Field(
+        default=600,
+        gt=0,
+        le=86400,
+        description="Longest a synchronous request waits before it is answered 504 with its id.",
+    )
+    keepalive_seconds: float = Field(
+        default=15, gt=0, le=60, description="A stream without news sends a comment line at least this often."
+    )
+
+    @field_validator("host")
+    @classmethod
+    def _loopback(cls, value: str) -> str:
+        """There are no API keys yet, so nobody but this machine may reach the server."""
+        try:
+            loopback = value == "localhost" or ipaddress.ip_address(value).is_loopback
+        except ValueError:
+            loopback = False
+        if not loopback:
+            raise ValueError("must be a loopback address (127.0.0.1, ::1, localhost): there are no API keys yet")
+        return value
+
+
+class StateSettings(Section):
+    """`[state]`: where jobs live, and the broker beside it."""
+
+    url: str = Field(
+        default="",
+        description="Redis or Valkey (>= 7.0) holding all state. Empty: the embedded server of this machine.",
+    )
+    broker_url: str = Field(default="", description="Celery's broker. Empty: the same server as `url`.")
+    result_backend: str = Field(default="", description="Celery's result backend. Empty: the same server as `url`.")
+    folder: str = Field(
+        default="",
+        description="Folder of the embedded server. Empty: `$XDG_STATE_HOME/genpool` (`~/.local/state/genpool`).",
+    )
+    appendfsync: Literal["everysec", "always"] = Field(
+        default="everysec",
+        description="The embedded server's AOF policy. `everysec` can lose the last second at a power cut.",
+    )
+    result_ttl_seconds: int = Field(
+        default=86400, ge=1, le=31_536_000, description="How long a job can be read after it ended."
+    )
+    celery_results: Literal["celery", "all"] = Field(
+        default="celery",
+        description="Which jobs also write a Celery result: those sent through Celery, or all of them.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _known_scheme(cls, value: str) -> str:
+        if value and not re.match(rf"({'|'.join(map(re.escape, STATE_SCHEMES))})://", value):
+            raise ValueError(f"must begin with one of {', '.join(f'{scheme}://' for scheme in STATE_SCHEMES)}")
+        return value
+
+
+class WorkerSettings(Section):
+    """`[worker]`: delivery and the batching loop."""
+
+    lease_seconds: float = Field(
+        default=15, ge=1, le=600, description="How long a worker may hold a job without renewing."
+    )
+    renew_seconds: float = Field(default=5, gt=0, le=200, description="How often leases are renewed.")
+    max_deliveries: int = Field(
+        default=3, ge=1, le=100, description="A job that lost this many begun attempts in a row fails as `poison`."
+    )
+    drain_grace_seconds: float = Field(
+        default=30,
+        ge=0,
+        le=3600,
+        description="After SIGTERM, running generations may finish this long; the rest is handed back.",
+    )
+    flush_idle_ms: int = Field(
+        default=500, ge=1, le=5000, description="How often tokens of jobs that nobody watches are written to the log."
+    )
+
+    @model_validator(mode="after")
+    def _renewals_fit_the_lease(self) -> WorkerSettings:
+        if self.renew_seconds * 2 > self.lease_seconds:
+            raise ValueError("renew_seconds must be at most half of lease_seconds")
+        return self
+
+
+class LimitSettings(Section):
+    """`[limits]`: bounds on what callers may send."""
+
+    pending_per_model: int = Field(
+        default=1024, ge=1, le=1_000_000, description="Jobs a model holds, queued and running."
+    )
+    body_bytes: int = Field(default=8 * 2**20, ge=1024, le=2**30, description="Largest request body.")
+
+
+ModelName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
+
+
+class ModelSettings(Section):
+    """`[models.NAME]`: one catalogue entry."""
+
+    backend: Literal["numpy"] = Field(default="numpy", description="The engine that runs the model.")
+    source: str = Field(
+        description="Where the weights come from: `smollm2-135m-instruct` (fetched into the model cache), "
+        "`random:SEED` (a tiny model generated in code, for tests), or the path of a GGUF file.",
+        min_length=1,
+    )
+    enabled: bool = Field(default=True, description="Whether the model accepts requests.")
+    target_inflight: int = Field(
+        default=1, ge=1, le=1024, description="Generations a replica runs at once, if its engine can."
+    )
+    threads: int = Field(default=0, ge=0, le=256, description="BLAS threads of the engine. 0: one per core, at most 4.")
+    kv_budget_bytes: int = Field(
+        default=64 * 2**20, gt=0, description="Bytes of KV all sessions of a replica may hold."
+    )
+    max_batch_size: int = Field(default=8, ge=1, le=1024, description="Sessions decoded in one step.")
+    max_prefill_tokens_per_tick: int = Field(
+        default=512,
+        ge=1,
+        description="Prompt tokens prefilled between two decode steps; at least one chunk always runs.",
+    )

@@ -1,0 +1,39 @@
+"""Connections to the state server, made in one place because redis-py's defaults are wrong for us.
+
+redis-py 8 sets a 5 s socket timeout (shorter than our blocking reads) and re-sends commands on its own; a re-sent write
+may run twice. So every client here has an explicit timeout and no silent retry: what is safe to repeat is repeated by
+the caller who knows that it is. RESP2 is pinned because reply shapes differ between protocols.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+#: A `redis.Redis` of bytes. redis-py types each reply as the union of both protocols' and both decodings' shapes, which
+#: fits no caller; replies are decoded next to the command that asked for them.
+Client: TypeAlias = Any
+
+#: A command that has no reply after this long failed; no verb comes near it on a healthy server.
+COMMAND_TIMEOUT_S = 5.0
+
+
+def connect(url: str, *, max_connections: int = 8, read_timeout_s: float = COMMAND_TIMEOUT_S) -> Client:
+    """A client whose callers wait for a free connection instead of opening ever more.
+
+    `read_timeout_s` must exceed every BLOCK the client uses.
+    """
+    pool = redis.BlockingConnectionPool.from_url(
+        url,
+        max_connections=max_connections,
+        timeout=COMMAND_TIMEOUT_S,
+        socket_timeout=read_timeout_s,
+        socket_connect_timeout=COMMAND_TIMEOUT_S,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+        health_check_interval=0,
+    )
+    return redis.Redis.from_pool(pool)

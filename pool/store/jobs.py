@@ -1,0 +1,181 @@
+"""The callers' side of the store: submit, read, cancel, watch. Callers never see a stream.
+
+Thread-safe: one JobStore serves all threads of a process over a bounded connection pool. Connection failures and a
+server that takes no writes surface as StateUnavailable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from pool.errors import JobNotCancellable, JobUnknown, QueueFull, StateUnavailable
+from pool.rules import jobs
+from pool.store.connection import Client
+from pool.store.ids import JobRef
+from pool.store.keys import keys_of, node_channel
+from pool.store.log import LogEntry, unpack
+from pool.store.records import JobRecord, NewJob, record_of
+from pool.store.scripts import Command, run, script
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A consistent look at one job: its record, and its log from a cursor on. `cursor` is where the next read starts.
+    When the record is terminal, the log is complete."""
+
+    record: JobRecord
+    entries: tuple[LogEntry, ...]
+    cursor: int
+
+
+@contextmanager
+def state_errors() -> Iterator[None]:
+    """Translate what the client library raises when the server is away, read-only or full."""
+    try:
+        yield
+    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
+        raise StateUnavailable("The state server cannot be reached.") from error
+    except (redis.exceptions.ReadOnlyError, redis.exceptions.OutOfMemoryError) as error:
+        raise StateUnavailable("The state server takes no writes at the moment.") from error
+
+
+class JobStore:
+    """Jobs of all models on one state server."""
+
+    def __init__(self, client: Client, *, result_ttl_ms: int, pending_per_model: int) -> None:
+        self._client = client
+        self._result_ttl_ms = result_ttl_ms
+        self._pending_per_model = pending_per_model
+
+    def submit(self, job: NewJob) -> None:
+        """Accept a job. Idempotent by its id: a second submit of the same id changes nothing.
+
+        Raises QueueFull (nothing stored) and StateUnavailable (submitting the same NewJob again is safe).
+        """
+        keys = keys_of(job.ref)
+        command = script("submit")(
+            job=keys.job(job.ref.token),
+            queue=keys.queue,
+            index=keys.index,
+            token=job.ref.token,
+            cap=self._pending_per_model,
+            fields=job.fields(),
+        )
+        with state_errors():
+            code, detail = run(self._client, command)
+        if code == b"full":
+            raise QueueFull(
+                f"The queue of {job.ref.model} holds {int(detail)} jobs, its limit; try again later.", retry_after_s=5
+            )
+
+    def read(self, ref: JobRef) -> JobRecord:
+        """The job's record. Raises JobUnknown."""
+        with state_errors():
+            stored = self._client.hgetall(keys_of(ref).job(ref.token))
+        return record_of(ref, _known(stored))
+
+    def view(self, ref: JobRef, cursor: int = 0) -> View:
+        """Record and log from `cursor`. Raises JobUnknown."""
+        view = self.views([(ref, cursor)])[0]
+        if view is None:
+            raise JobUnknown("No generation has this id.")
+        return view
+
+    def views(self, wanted: Sequence[tuple[JobRef, int]]) -> list[View | None]:
+        """Many views in one round trip, in order; None for jobs that are gone.
+
+        The record is read before the log, and a job's end is written together with the last of its log: so a terminal
+        record implies a complete log, while a running one may come with newer entries.
+        """
+        pipe = self._client.pipeline(transaction=False)
+        for ref, cursor in wanted:
+            keys = keys_of(ref)
+            pipe.hgetall(keys.job(ref.token))
+            pipe.lrange(keys.log(ref.token), cursor, -1)
+        with state_errors():
+            replies = pipe.execute()
+        return [
+            _view(ref, cursor, stored, blobs)
+            for (ref, cursor), stored, blobs in zip(wanted, replies[::2], replies[1::2], strict=True)
+        ]
+
+    def cancel(self, ref: JobRef) -> JobRecord:
+        """End a queued or running job as cancelled; of a cancelled one nothing changes.
+
+        Raises JobUnknown, and JobNotCancellable when it has ended in another way.
+        """
+        keys = keys_of(ref)
+        command = script("cancel")(
+            job=keys.job(ref.token),
+            log=keys.log(ref.token),
+            queue=keys.queue,
+            index=keys.index,
+            leases=keys.leases,
+            outbox=keys.outbox,
+            token=ref.token,
+            ttl=self._result_ttl_ms,
+        )
+        with state_errors():
+            code, *rest = run(self._client, command)
+        if code == b"gone":
+            raise JobUnknown("No generation has this id.")
+        if code == b"ended" and rest[0].decode() != jobs.CANCELLED:
+            raise JobNotCancellable(f"This generation has already ended: {rest[0].decode()}.")
+        if code == b"ok":
+            self.notify(ref.token, watch=rest[0].decode(), rank=rest[1].decode())
+        return self.read(ref)
+
+    def watch(self, ref: JobRef, node: str) -> None:
+        """Have `node` told of the job's news from now on. Raises JobUnknown."""
+        self._run_known(script("watch")(job=keys_of(ref).job(ref.token), node=node))
+
+    def unwatch(self, ref: JobRef, node: str) -> None:
+        """The opposite of `watch`; a job that is gone is no error."""
+        with state_errors():
+            run(self._client, script("unwatch")(job=keys_of(ref).job(ref.token), node=node))
+
+    def notify(self, token: str, *, watch: str, rank: str) -> None:
+        """Hint to waiting nodes, and to the rank that may still work on the job, that there is news."""
+        channels = [node_channel(node) for node in {*watch.split(), rank} if node]
+        if channels:
+            pipe = self._client.pipeline(transaction=False)
+            for channel in channels:
+                pipe.publish(channel, token)
+            with state_errors():
+                pipe.execute()
+
+    def ping(self) -> None:
+        """Raises StateUnavailable unless the server answers and accepts writes."""
+        with state_errors():
+            role = self._client.execute_command("ROLE")
+            if role[0] != b"master":
+                raise StateUnavailable("The state server is a replica and takes no writes.")
+
+    def memory_policy(self) -> str:
+        """The server's `maxmemory-policy`; anything but `noeviction` can lose jobs."""
+        with state_errors():
+            return str(self._client.info("memory").get("maxmemory_policy", "unknown"))
+
+    def _run_known(self, command: Command) -> list[Any]:
+        with state_errors():
+            reply: list[Any] = run(self._client, command)
+        if reply[0] == b"gone":
+            raise JobUnknown("No generation has this id.")
+        return reply
+
+
+def _known(stored: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    if b"state" not in stored:
+        raise JobUnknown("No generation has this id.")
+    return stored
+
+
+def _view(ref: JobRef, cursor: int, stored: dict[bytes, bytes], blobs: list[bytes]) -> View | None:
+    if b"state" not in stored:
+        return None
+    return View(record_of(ref, stored), tuple(unpack(blob) for blob in blobs), cursor + len(blobs))

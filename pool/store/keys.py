@@ -1,0 +1,81 @@
+"""Every Redis key and channel genpool uses, built here and nowhere else. `docs/redis.md` lists them for readers.
+
+All keys of a model carry one hash tag `{model:shard}`, so one script always stays in one cluster slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from pool.store.ids import JobRef
+
+PREFIX = "gp:"
+GROUP = "workers"
+
+
+def node_channel(node: str) -> str:
+    """Pub/sub channel of one waiting process: messages are job tokens, separated by spaces, that have news."""
+    return f"{PREFIX}node:{node}"
+
+
+@dataclass(frozen=True)
+class ModelKeys:
+    """The keys of one model's shard; `tag` is `model:shard`."""
+
+    tag: str
+
+    def _key(self, name: str) -> str:
+        return f"{PREFIX}{{{self.tag}}}:{name}"
+
+    @cached_property
+    def queue(self) -> str:
+        """STREAM, one entry a queued or running job: field `job` = its token."""
+        return self._key("queue")
+
+    @cached_property
+    def index(self) -> str:
+        """ZSET token -> submit time (ms): every job that has not ended."""
+        return self._key("index")
+
+    @cached_property
+    def leases(self) -> str:
+        """ZSET token -> lease end (ms): every begun attempt."""
+        return self._key("leases")
+
+    @cached_property
+    def sweep(self) -> str:
+        """HASH last_ms, hold_until_ms: when expiry was last looked at, and until when nothing may expire."""
+        return self._key("sweep")
+
+    @cached_property
+    def outbox(self) -> str:
+        """ZSET token -> end time (ms): ended jobs whose Celery result is still to be written."""
+        return self._key("outbox")
+
+    @cached_property
+    def ranks(self) -> str:
+        """ZSET rank id -> lease end (ms): worker processes that serve the model."""
+        return self._key("ranks")
+
+    @cached_property
+    def card(self) -> str:
+        """HASH: what a worker published about the model (context length, vocabulary, ...)."""
+        return self._key("card")
+
+    def rank(self, rank: str) -> str:
+        """HASH with TTL: one rank's incarnation, host, capacity and telemetry."""
+        return self._key(f"rank:{rank}")
+
+    def job(self, token: str) -> str:
+        """HASH: the job record. No TTL until the job has ended."""
+        return self._key(f"job:{token}")
+
+    def log(self, token: str) -> str:
+        """LIST of packed entries: the job's token log. Same TTL as the record."""
+        return self._key(f"log:{token}")
+
+
+def keys_of(ref: JobRef) -> ModelKeys:
+    """The keys of the model that a job belongs to."""
+    return ModelKeys(ref.tag)

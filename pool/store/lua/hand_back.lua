@@ -1,0 +1,14 @@
+-- hand_back: give a running job back to the queue, with the tokens it logged. Costs it nothing.
+-- KEY job hash
+-- KEY queue stream
+-- KEY leases zset
+-- ARG token str
+-- ARG attempt str
+-- ARG nonce str
+-- INCLUDE fence requeue
+-- FLAGS allow-oom
+-- RETURN {"ok"} | {"stale", state} | {"gone"}
+local refusal = refused(job, attempt, nonce)
+if refusal then return refusal end
+requeue(job, queue, leases, token)
+return {'ok'}

@@ -1,0 +1,20 @@
+-- requeue_unbegun: give back an entry that a rank read but never began. Costs the job nothing.
+-- KEY job hash
+-- KEY queue stream
+-- KEY leases zset
+-- ARG token str
+-- ARG entry str
+-- ARG idle ms the entry must have been pending untouched
+-- INCLUDE requeue
+-- FLAGS allow-oom
+-- RETURN {"requeued"} | {"live"} | {"dropped"}
+if #redis.call('XPENDING', queue, 'workers', 'IDLE', idle, entry, entry, 1) == 0 then return {'live'} end
+local seen = redis.call('HMGET', job, 'state', 'entry')
+if seen[2] ~= entry or (seen[1] ~= 'queued' and seen[1] ~= 'running') then
+  redis.call('XACK', queue, 'workers', entry)
+  redis.call('XDEL', queue, entry)
+  return {'dropped'}
+end
+if redis.call('ZSCORE', leases, token) then return {'live'} end
+requeue(job, queue, leases, token)
+return {'requeued'}

@@ -1,0 +1,148 @@
+"""The rank registry (which worker processes serve a model) and the model card they publish.
+
+A rank has a stable id (its Celery node name), a random incarnation (one life of the process) and a lease. The card is
+what API nodes need to validate a request without the model's files: context length, KV bound, vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pool.store.connection import Client
+from pool.store.jobs import state_errors
+from pool.store.keys import ModelKeys
+from pool.store.scripts import Value, run, script
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A loaded model's facts. `context_length` and `max_positions` (prompt + output that fit one session's KV) are in
+    tokens; `vocabulary` is an opaque blob; equal `fingerprint` means equal output bits."""
+
+    context_length: int
+    max_positions: int
+    fingerprint: str
+    vocabulary: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A live rank as listed; `facts` are what it last reported (JSON)."""
+
+    id: str
+    incarnation: str
+    host: str
+    pid: int
+    facts: dict[str, Any]
+
+
+class RankRegistry:
+    """Ranks and card of one model."""
+
+    def __init__(self, client: Client, model: str, shard: int = 0) -> None:
+        self._client = client
+        self._keys = ModelKeys(f"{model}:{shard}")
+
+    def beat(self, rank: str, incarnation: str, *, lease_ms: int, facts: Mapping[str, Any]) -> bool:
+        """Register or renew. False: another process lives under this rank id; choose another."""
+        code, *holder = self._beat(rank, incarnation, lease_ms, facts, replace=False)
+        if code == b"ok":
+            return True
+        host, pid = holder[0].decode(), int(holder[1])
+        if host == socket.gethostname() and not _is_alive(pid):
+            # A crashed predecessor on this machine: its place need not wait for its lease.
+            return bool(self._beat(rank, incarnation, lease_ms, facts, replace=True)[0] == b"ok")
+        return False
+
+    def _beat(
+        self, rank: str, incarnation: str, lease_ms: int, facts: Mapping[str, Any], *, replace: bool
+    ) -> list[Any]:
+        fields: list[Value] = ["host", socket.gethostname(), "pid", os.getpid(), "facts", json.dumps(facts)]
+        command = script("heartbeat")(
+            record=self._keys.rank(rank),
+            ranks=self._keys.ranks,
+            rank=rank,
+            incarnation=incarnation,
+            replace=int(replace),
+            lease=lease_ms,
+            fields=fields,
+        )
+        reply: list[Any] = run(self._client, command)
+        return reply
+
+    def retire(self, rank: str, incarnation: str) -> None:
+        """Leave the registry at once; also removes the rank's consumer when nothing is pending there."""
+        command = script("retire")(
+            record=self._keys.rank(rank),
+            ranks=self._keys.ranks,
+            queue=self._keys.queue,
+            rank=rank,
+            incarnation=incarnation,
+        )
+        run(self._client, command)
+
+    def live(self) -> list[Rank]:
+        """Ranks whose lease holds (their records expire with it)."""
+        with state_errors():
+            ids = [rank.decode() for rank in self._client.zrange(self._keys.ranks, 0, -1)]
+            pipe = self._client.pipeline(transaction=False)
+            for rank in ids:
+                pipe.hgetall(self._keys.rank(rank))
+            records = pipe.execute()
+        return [
+            Rank(
+                rank,
+                record[b"incarnation"].decode(),
+                record[b"host"].decode(),
+                int(record[b"pid"]),
+                json.loads(record[b"facts"]),
+            )
+            for rank, record in zip(ids, records, strict=True)
+            if record
+        ]
+
+    def publish(self, card: Card) -> None:
+        """Store the model's card; the last worker to load it wins."""
+        self._client.hset(
+            self._keys.card,
+            mapping={
+                "context_length": card.context_length,
+                "max_positions": card.max_positions,
+                "fingerprint": card.fingerprint,
+                "vocabulary": card.vocabulary,
+            },
+        )
+
+    def card_fingerprint(self) -> str | None:
+        """The published fingerprint alone: a cheap way to see whether a cached card is current."""
+        with state_errors():
+            value = self._client.hget(self._keys.card, "fingerprint")
+        return value.decode() if value else None
+
+    def card(self) -> Card | None:
+        """The published card, None before any worker has loaded the model."""
+        with state_errors():
+            stored = self._client.hgetall(self._keys.card)
+        if not stored:
+            return None
+        return Card(
+            int(stored[b"context_length"]),
+            int(stored[b"max_positions"]),
+            stored[b"fingerprint"].decode(),
+            stored[b"vocabulary"],
+        )
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

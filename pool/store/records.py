@@ -1,0 +1,160 @@
+"""What is stored of a job, as values: the submit form, the record that anybody may read, and the worker's hand-out.
+
+Record v1 is a Redis HASH. Fields: `v kind model tenant lane fairness n seed request prompt params metadata background
+store celery task_id watch` are fixed at submit; `state entry attempt nonce rank tokens crashes started_ms` change as it
+runs; `finished_ms outputs prompt_tokens cached_tokens output_tokens error_code error_message` come with the end. The
+Program fields (`program generation epoch`) join them when a job belongs to one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pool.rules import jobs
+from pool.store.ids import JobRef
+from pool.store.scripts import Value
+
+RECORD_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A job to submit.
+
+    `request`: the JSON of a GenerationRequest; `prompt_ids`: its prompt as packed token ids, b"" when no tokenizer was
+    at hand; `params`: JSON of what the API echoes in answers; `watch`: the node that waits for it, "" for none;
+    `task_id`: the id under which Celery knows it ("" = the job's own id).
+    """
+
+    ref: JobRef
+    door: str
+    request: str
+    seed: int
+    n: int = 1
+    prompt_ids: bytes = b""
+    prompt_tokens: int | None = None
+    params: str = "{}"
+    tenant: str = "default"
+    lane: str = "normal"
+    fairness: str = ""
+    background: bool = False
+    store: bool = True
+    celery: bool = False
+    task_id: str = ""
+    watch: str = ""
+
+    def fields(self) -> list[Value]:
+        """The record's fixed fields, as name, value, name, value ..."""
+        pairs: dict[str, Value] = {
+            "v": RECORD_VERSION,
+            "kind": self.door,
+            "model": self.ref.model,
+            "tenant": self.tenant,
+            "lane": self.lane,
+            "fairness": self.fairness or self.tenant,
+            "n": self.n,
+            "seed": self.seed,
+            "request": self.request,
+            "prompt": self.prompt_ids,
+            "params": self.params,
+            "background": int(self.background),
+            "store": int(self.store),
+            "celery": int(self.celery),
+            "task_id": self.task_id or str(self.ref),
+            "watch": self.watch,
+        }
+        if self.prompt_tokens is not None:
+            pairs["prompt_tokens"] = self.prompt_tokens
+        return [item for pair in pairs.items() for item in pair]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One choice's complete text; `finish_reason` is `stop` or `length`; `tokens` counts its output tokens."""
+
+    text: str
+    finish_reason: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """A job as stored. Times are the state server's, in ms, None while they have not come.
+
+    `outputs` is filled once the job completed (or is incomplete); before that, and for failed and cancelled jobs, what
+    was shown is in the log.
+    """
+
+    ref: JobRef
+    door: str
+    state: str
+    tenant: str
+    n: int
+    seed: int
+    params: dict[str, Any]
+    background: bool
+    store: bool
+    task_id: str
+    attempt: int
+    rank: str
+    logged_tokens: int
+    created_ms: int
+    started_ms: int | None
+    finished_ms: int | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int | None
+    error_code: str | None
+    error_message: str | None
+    outputs: tuple[Output, ...] = field(default=())
+
+    @property
+    def id(self) -> str:
+        """The public id."""
+        return str(self.ref)
+
+    @property
+    def model(self) -> str:
+        """The public model name."""
+        return self.ref.model
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the record will never change again."""
+        return jobs.is_terminal(self.state)
+
+
+def record_of(ref: JobRef, stored: Mapping[bytes, bytes]) -> JobRecord:
+    """Decode a stored HASH."""
+    text = {name.decode(): value.decode() for name, value in stored.items() if name not in (b"prompt", b"request")}
+
+    def number(name: str) -> int | None:
+        return int(text[name]) if text.get(name) else None
+
+    return JobRecord(
+        ref=ref,
+        door=text["kind"],
+        state=text["state"],
+        tenant=text["tenant"],
+        n=int(text["n"]),
+        seed=int(text["seed"]),
+        params=json.loads(text["params"]),
+        background=text["background"] == "1",
+        store=text["store"] == "1",
+        task_id=text["task_id"],
+        attempt=number("attempt") or 0,
+        rank=text.get("rank", ""),
+        logged_tokens=number("tokens") or 0,
+        created_ms=int(text["created_ms"]),
+        started_ms=number("started_ms"),
+        finished_ms=number("finished_ms"),
+        prompt_tokens=number("prompt_tokens"),
+        cached_tokens=number("cached_tokens"),
+        output_tokens=number("output_tokens"),
+        error_code=text.get("error_code"),
+        error_message=text.get("error_message"),
+        outputs=tuple(Output(**output) for output in json.loads(text.get("outputs") or "[]")),
+    )

@@ -1,0 +1,54 @@
+"""Fixtures for all kinds of tests: a real state server for the session, emptied for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pool.store.connection import Client, connect
+from pool.store.server import StateServer
+
+#: Keys that live as long as a model does; all others must carry a TTL or be gone when a test ends.
+LASTING = (":queue", ":card", ":sweep")
+
+
+@pytest.fixture(scope="session")
+def state_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StateServer]:
+    """A state server of this test session, with its own folder and socket."""
+    with StateServer(tmp_path_factory.mktemp("state")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(state_server: StateServer) -> Iterator[str]:
+    """The URL of the session's state server, empty when the test begins. The test fails when it leaves behind a key of
+    genpool without TTL that is not one of the lasting ones."""
+    client = connect(state_server.url, max_connections=1)
+    client.flushall()
+    client.script_flush()
+    yield state_server.url
+    leaked = leaking(client)
+    client.connection_pool.disconnect()
+    assert not leaked, f"keys without TTL outlived the test: {leaked}"
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[Client]:
+    """A plain redis-py client of the emptied server."""
+    client = connect(redis_url)
+    yield client
+    client.connection_pool.disconnect()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A private folder of this test."""
+    return tmp_path
+
+
+def leaking(client: Client) -> list[str]:
+    """genpool's keys without TTL that should not exist any more; jobs still queued or running are the test's to end."""
+    keys = [key.decode() for key in client.scan_iter(match="gp:*", count=1000)]
+    return [key for key in keys if not key.endswith(LASTING) and client.ttl(key) == -1]

@@ -1,0 +1,51 @@
+"""Store tests run against a server in cluster mode: scripts that touch an undeclared slot fail there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pool.store.connection import Client, connect
+from pool.store.delivery import Delivery
+from pool.store.jobs import JobStore
+from pool.store.server import StateServer
+from tests import builders
+from tests.waiting import wait_until
+
+
+@pytest.fixture(scope="session")
+def state_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StateServer]:
+    """A one-node cluster that owns every slot."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with StateServer(folder, port=0, extra_args=["--cluster-enabled", "yes"]) as server:
+        client = connect(server.url)
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        wait_until(lambda: client.cluster("INFO")["cluster_state"] == "ok", description="the cluster to be up")
+        client.connection_pool.disconnect()
+        yield server
+
+
+@pytest.fixture
+def store(client: Client) -> JobStore:
+    """A job store on the emptied server."""
+    return builders.job_store(client)
+
+
+@pytest.fixture
+def rank_a(redis_url: str) -> Iterator[Delivery]:
+    """A worker's side."""
+    yield from _delivery(redis_url, "rank-a")
+
+
+@pytest.fixture
+def rank_b(redis_url: str) -> Iterator[Delivery]:
+    """Another worker's side."""
+    yield from _delivery(redis_url, "rank-b")
+
+
+def _delivery(url: str, rank: str) -> Iterator[Delivery]:
+    made = builders.delivery(url, rank)
+    yield made
+    made.reader.connection_pool.disconnect()
+    made.writer.connection_pool.disconnect()

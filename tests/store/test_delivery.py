@@ -1,0 +1,165 @@
+"""The workers' side of the store: who may run a job, and what an old fence can still do (nothing)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pool.store.connection import Client
+from pool.store.delivery import Delivery, Handout, Lease, Write, failed
+from pool.store.jobs import JobStore
+from pool.store.keys import GROUP, ModelKeys
+from pool.store.log import LogEntry, pack, replay_of, unpack
+from pool.store.scripts import run, script
+from tests.builders import completed, entry, new_job
+
+
+@pytest.fixture
+def running(store: JobStore, rank_a: Delivery) -> Handout:
+    """A job begun by rank a."""
+    store.submit(new_job(n=2))
+    (handout,) = rank_a.take(1, 10)
+    return handout
+
+
+def end(rank: Delivery, handout: Handout, at: int = 0) -> None:
+    """End a job, so that no test leaves one behind."""
+    assert rank.write([Write(handout.lease, at, (), completed("x"))])[0].code == "ok"
+
+
+def test_a_worker_reads_only_what_fits(store: JobStore, rank_a: Delivery, rank_b: Delivery) -> None:
+    """Room 2 of 3 queued jobs: two go to one rank, the third stays for the other."""
+    for _ in range(3):
+        store.submit(new_job())
+    first, second = rank_a.take(2, 10)
+    (third,) = rank_b.take(2, 10)
+    assert rank_a.take(1, 10) == []
+    for rank, handout in ((rank_a, first), (rank_a, second), (rank_b, third)):
+        end(rank, handout)
+
+
+def test_a_handout_carries_what_the_runner_needs(rank_a: Delivery, running: Handout) -> None:
+    """Prompt, seed, choices; the first attempt has nothing to replay."""
+    assert (running.prompt_ids, running.seed, running.n, running.lease.attempt) == ((1, 2, 3), 7, 2, 1)
+    assert (running.logged, running.replay) == (0, ((), ()))
+    end(rank_a, running)
+
+
+def test_only_the_owner_of_the_entry_begins(store: JobStore, rank_a: Delivery, client: Client) -> None:
+    """A rank that did not read the entry cannot begin the job, and a live lease refuses everybody."""
+    job = new_job()
+    store.submit(job)
+    keys = ModelKeys("tiny:0")
+    ((_, ((entry_id, _),)),) = client.xreadgroup(GROUP, "rank-a", {keys.queue: ">"}, count=1)
+
+    def begin(rank: str) -> bytes:
+        command = script("begin")(job=keys.job(job.ref.token), queue=keys.queue, leases=keys.leases,
+        token=job.ref.token,
+                                  entry=entry_id, rank=rank, nonce="n1", lease=3000)  # fmt: skip
+        return bytes(run(client, command)[0])
+
+    assert begin("rank-b") == b"not-owner"
+    assert begin("rank-a") == b"ok"
+    assert begin("rank-a") == b"leased"
+    assert rank_a.write([Write(Lease(job.ref.token, 1, "n1"), 0, (), completed("x"))])[0].code == "ok"
+
+
+def test_appends_are_idempotent_and_gapless(rank_a: Delivery, running: Handout, client: Client) -> None:
+    """A repeat is a no-op, a gap or an overlap answers the log's end; entries of both choices keep one numbering."""
+    first = Write(running.lease, 0, (entry(0, 5, 6), entry(2, 9, choice=1)))
+    assert rank_a.write([first])[0].code == "ok"
+    again = rank_a.write([first])[0]
+    assert (again.code, again.log_end) == ("old", 3)
+    gap = rank_a.write([Write(running.lease, 7, (entry(7, 1),))])[0]
+    assert (gap.code, gap.log_end) == ("resend", 3)
+    overlap = rank_a.write([Write(running.lease, 2, (entry(2, 9, 10),))])[0]
+    assert (overlap.code, overlap.log_end) == ("resend", 3)
+    assert client.llen(ModelKeys("tiny:0").log(running.lease.token)) == 2
+    gapped_end = rank_a.write([Write(running.lease, 9, (), completed("x"))])[0]
+    assert (gapped_end.code, gapped_end.log_end) == ("resend", 3)
+    end(rank_a, running, at=3)
+
+
+@pytest.mark.parametrize("fence", [{"attempt": 2}, {"attempt": 0}, {"nonce": "0000000000000000"}])
+def test_an_old_fence_changes_nothing(rank_a: Delivery, running: Handout, fence: dict[str, Any]) -> None:
+    """Append, complete, renew and hand-back with another attempt or nonce are refused."""
+    forged = replace(running.lease, **fence)
+    assert rank_a.write([Write(forged, 0, (entry(0, 5),))])[0].code == "stale"
+    assert rank_a.write([Write(forged, 0, (), completed("x"))])[0].code == "stale"
+    assert rank_a.renew([forged])[0].code == "stale"
+    assert rank_a.hand_back([forged]) == 0
+    end(rank_a, running)
+
+
+def test_a_hand_back_wakes_a_blocked_reader_and_keeps_the_tokens(
+    rank_a: Delivery, rank_b: Delivery, running: Handout
+) -> None:
+    """The other rank gets the job with its logged tokens, as attempt 2; the first rank's fence is dead."""
+    rank_a.write([Write(running.lease, 0, (entry(0, 5, 6, text="ab"), entry(2, 9, choice=1, text="c")))])
+    assert rank_a.hand_back([running.lease]) == 1
+    (taken,) = rank_b.take(1, 1000)
+    assert (taken.lease.attempt, taken.logged, taken.replay) == (2, 3, ((5, 6), (9,)))
+    assert rank_a.write([Write(running.lease, 3, (entry(3, 7),))])[0].code == "stale"
+    assert rank_a.hand_back([running.lease]) == 0
+    end(rank_b, taken, at=3)
+
+
+def test_renewing_keeps_the_lease_and_the_entry_young(rank_a: Delivery, running: Handout, client: Client) -> None:
+    """The lease moves on, the pending entry's idle time restarts, its delivery count does not rise."""
+    keys = ModelKeys("tiny:0")
+    client.zadd(keys.leases, {running.lease.token: 1})
+    assert rank_a.renew([running.lease])[0].code == "ok"
+    assert client.zscore(keys.leases, running.lease.token) > 1_000_000
+    (pending,) = client.xpending_range(keys.queue, GROUP, "-", "+", 10)
+    assert pending["times_delivered"] == 1
+    assert pending["consumer"] == b"rank-a"
+    end(rank_a, running)
+
+
+def test_a_failed_job_tells_why(store: JobStore, rank_a: Delivery) -> None:
+    """Code and message are in the record; it has no outputs."""
+    job = new_job()
+    store.submit(job)
+    (handout,) = rank_a.take(1, 10)
+    rank_a.write([Write(handout.lease, 0, (), failed("engine_error", "The engine failed: OSError."))])
+    record = store.read(job.ref)
+    assert (record.state, record.error_code, record.error_message) == (
+        "failed", "engine_error", "The engine failed: OSError.",
+    )  # fmt: skip
+    assert record.outputs == ()
+
+
+def test_a_lost_group_is_made_again(store: JobStore, rank_a: Delivery, client: Client) -> None:
+    """Without its group a read answers nothing once, then reads from the stream's beginning."""
+    job = new_job()
+    store.submit(job)
+    client.xgroup_destroy(ModelKeys("tiny:0").queue, GROUP)
+    assert rank_a.take(1, 10) == []
+    (handout,) = rank_a.take(1, 10)
+    end(rank_a, handout)
+
+
+def test_a_celery_job_leaves_its_result_to_the_outbox(store: JobStore, rank_a: Delivery, client: Client) -> None:
+    """Only jobs that want a Celery result enter the outbox, in the write that ends them."""
+    jobs = [new_job(), new_job(celery=True)]
+    for job in jobs:
+        store.submit(job)
+    for handout in rank_a.take(2, 10):
+        end(rank_a, handout)
+    outbox = ModelKeys("tiny:0").outbox
+    assert client.zrange(outbox, 0, -1) == [jobs[1].ref.token.encode()]
+    client.delete(outbox)
+
+
+def test_log_entries_survive_packing() -> None:
+    """Token ids, choice, sequence and any text come back; damaged entries are named."""
+    whole = LogEntry(70_000, 15, (0, 49151, 2**31), "ü€😀\n\x00")
+    assert unpack(pack(whole)) == whole
+    assert unpack(pack(LogEntry(0, 0, (), ""))) == LogEntry(0, 0, (), "")
+    with pytest.raises(ValueError, match="damaged"):
+        unpack(pack(whole)[:9])
+    with pytest.raises(ValueError, match="version 9"):
+        unpack(b"\x09" + pack(whole)[1:])
+    assert replay_of([entry(0, 1, 2), entry(2, 3, choice=1), entry(3, 4)], 2) == ((1, 2, 4), (3,))
