@@ -19,7 +19,7 @@ from pool.store.connection import Client
 from pool.store.ids import JobRef
 from pool.store.keys import keys_of, node_channel
 from pool.store.log import LogEntry, unpack
-from pool.store.records import JobRecord, NewJob, record_of
+from pool.store.records import RECORD_FIELDS, JobRecord, NewJob, record_of
 from pool.store.scripts import Command, run, script
 
 
@@ -66,8 +66,7 @@ class JobStore:
             cap=self._pending_per_model,
             fields=job.fields(),
         )
-        with state_errors():
-            code, detail = run(self._client, command)
+        code, detail = self._run(command)
         if code == b"full":
             raise QueueFull(
                 f"The queue of {job.ref.model} holds {int(detail)} jobs, its limit; try again later.", retry_after_s=5
@@ -76,8 +75,10 @@ class JobStore:
     def read(self, ref: JobRef) -> JobRecord:
         """The job's record. Raises JobUnknown."""
         with state_errors():
-            stored = self._client.hgetall(keys_of(ref).job(ref.token))
-        return record_of(ref, _known(stored))
+            record = record_of(ref, self._client.hmget(keys_of(ref).job(ref.token), RECORD_FIELDS))
+        if record is None:
+            raise JobUnknown("No generation has this id.")
+        return record
 
     def view(self, ref: JobRef, cursor: int = 0) -> View:
         """Record and log from `cursor`. Raises JobUnknown."""
@@ -95,7 +96,7 @@ class JobStore:
         pipe = self._client.pipeline(transaction=False)
         for ref, cursor in wanted:
             keys = keys_of(ref)
-            pipe.hgetall(keys.job(ref.token))
+            pipe.hmget(keys.job(ref.token), RECORD_FIELDS)
             pipe.lrange(keys.log(ref.token), cursor, -1)
         with state_errors():
             replies = pipe.execute()
@@ -120,10 +121,7 @@ class JobStore:
             token=ref.token,
             ttl=self._result_ttl_ms,
         )
-        with state_errors():
-            code, *rest = run(self._client, command)
-        if code == b"gone":
-            raise JobUnknown("No generation has this id.")
+        code, *rest = self._run_known(command)
         if code == b"ended" and rest[0].decode() != jobs.CANCELLED:
             raise JobNotCancellable(f"This generation has already ended: {rest[0].decode()}.")
         if code == b"ok":
@@ -136,8 +134,7 @@ class JobStore:
 
     def unwatch(self, ref: JobRef, node: str) -> None:
         """The opposite of `watch`; a job that is gone is no error."""
-        with state_errors():
-            run(self._client, script("unwatch")(job=keys_of(ref).job(ref.token), node=node))
+        self._run(script("unwatch")(job=keys_of(ref).job(ref.token), node=node))
 
     def notify(self, token: str, *, watch: str, rank: str) -> None:
         """Hint to waiting nodes, and to the rank that may still work on the job, that there is news."""
@@ -161,21 +158,25 @@ class JobStore:
         with state_errors():
             return str(self._client.info("memory").get("maxmemory_policy", "unknown"))
 
-    def _run_known(self, command: Command) -> list[Any]:
+    def _run(self, command: Command) -> list[Any]:
+        """Run a verb; once more when the connection broke, as pooled ones do when the server was restarted. Every verb
+        of this class may be repeated."""
         with state_errors():
-            reply: list[Any] = run(self._client, command)
+            try:
+                reply: list[Any] = run(self._client, command)
+            except redis.exceptions.ConnectionError:
+                reply = run(self._client, command)
+        return reply
+
+    def _run_known(self, command: Command) -> list[Any]:
+        reply = self._run(command)
         if reply[0] == b"gone":
             raise JobUnknown("No generation has this id.")
         return reply
 
 
-def _known(stored: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    if b"state" not in stored:
-        raise JobUnknown("No generation has this id.")
-    return stored
-
-
-def _view(ref: JobRef, cursor: int, stored: dict[bytes, bytes], blobs: list[bytes]) -> View | None:
-    if b"state" not in stored:
+def _view(ref: JobRef, cursor: int, stored: list[bytes | None], blobs: list[bytes]) -> View | None:
+    record = record_of(ref, stored)
+    if record is None:
         return None
-    return View(record_of(ref, stored), tuple(unpack(blob) for blob in blobs), cursor + len(blobs))
+    return View(record, tuple(unpack(blob) for blob in blobs), cursor + len(blobs))

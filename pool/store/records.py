@@ -9,7 +9,7 @@ Program fields (`program generation epoch`) join them when a job belongs to one.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,9 +127,19 @@ class JobRecord:
         return jobs.is_terminal(self.state)
 
 
-def record_of(ref: JobRef, stored: Mapping[bytes, bytes]) -> JobRecord:
-    """Decode a stored HASH."""
-    text = {name.decode(): value.decode() for name, value in stored.items() if name not in (b"prompt", b"request")}
+#: What a reader of a job needs of its HASH; prompt and request stay where they are, they may be large.
+RECORD_FIELDS = (
+    "state", "kind", "tenant", "n", "seed", "params", "background", "store", "task_id", "attempt", "rank", "tokens",
+    "created_ms", "started_ms", "finished_ms", "prompt_tokens", "cached_tokens", "output_tokens",
+    "error_code", "error_message", "outputs",
+)  # fmt: skip
+
+
+def record_of(ref: JobRef, stored: Sequence[bytes | None]) -> JobRecord | None:
+    """Decode the values of RECORD_FIELDS; None when the job does not exist."""
+    text = {name: value.decode() for name, value in zip(RECORD_FIELDS, stored, strict=True) if value is not None}
+    if "state" not in text:
+        return None
 
     def number(name: str) -> int | None:
         return int(text[name]) if text.get(name) else None

@@ -1,39 +1,11 @@
-"""The Lua verbs as files: headers, sizes, and the loader that turns declarations into locals."""
+"""The loader of the Lua verbs, against a server."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
-from pool.store import scripts
 from pool.store.connection import Client
 from pool.store.scripts import Script, all_scripts, run, script
-
-LUA = Path(scripts.__file__).parent / "lua"
-FILES = sorted(LUA.glob("**/*.lua"))
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_a_file_is_short_and_says_what_it_is_for(path: Path) -> None:
-    """Each file has at most 60 lines; a verb's first line is `-- name: purpose`."""
-    lines = path.read_text().splitlines()
-    assert len(lines) <= 60
-    if path.parent == LUA:
-        assert re.match(rf"-- {path.stem}: \S", lines[0]), lines[0]
-
-
-@pytest.mark.parametrize("verb", all_scripts(), ids=lambda verb: verb.name)
-def test_a_verb_uses_all_it_declares_and_counts_nothing_by_hand(verb: Script) -> None:
-    """Every declared key and argument occurs in the body, KEYS and ARGV do not, and the replies are documented."""
-    text = (LUA / f"{verb.name}.lua").read_text()
-    body = "\n".join(line for line in text.splitlines() if not line.startswith("--"))
-    for name in (*verb.keys, *verb.args, *filter(None, [verb.key_list])):
-        assert re.search(rf"\b{name}\b", body), f"{name} is declared and not used"
-    assert "KEYS[" not in body
-    assert "ARGV" not in body
-    assert "-- RETURN " in text
 
 
 @pytest.mark.parametrize("verb", all_scripts(), ids=lambda verb: verb.name)

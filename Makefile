@@ -1,0 +1,42 @@
+# `make run` serves a model, `make test` checks everything. Both make their own environment in .venv first.
+
+PORT ?= 8000
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The newest Python that is new enough; PYTHON=... chooses another.
+PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 python3; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
+
+.PHONY: help run test lint clean
+
+help: ## Show this list.
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: $(STAMP) ## Fetch the model, then serve it on PORT (8000).
+	$(BIN)/genpool models pull
+	exec $(BIN)/genpool up --port $(PORT)
+
+test: lint ## Lint, then run all tests.
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## Check format, style, types and the layers' borders.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench-%: $(STAMP) ## Run benchmarks/NAME.py.
+	$(BIN)/python benchmarks/$*.py
+
+clean: ## Remove the environment and the tools' caches.
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "genpool needs Python 3.11 or later; none was found on PATH (found: $$(python3 --version 2>&1))." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "genpool needs Python 3.11 or later; $(PYTHON) is $$("$(PYTHON)" --version 2>&1)." >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV) || { echo "The venv module is missing; on Debian: apt install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@

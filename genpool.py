@@ -1,0 +1,237 @@
+"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | config | models`.
+
+Each command checks the settings, then hands over to the layer that does the work. Deliberate errors end as one line on
+stderr and exit code 1, wrong usage as exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from contextlib import closing
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from pool.errors import GenpoolError
+from tasks import job_commands, launch
+from tasks.client import Client
+from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings
+from tasks.config_docs import markdown
+from tasks.own_runtime import require_state_server, state_server_hint
+from tasks.payloads import MAX_SEED, MAX_TOKENS_LIMIT
+from tasks.supervisor import Supervisor
+from tasks.urls import masked
+from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_weights
+
+
+class _Group(click.Group):
+    """Shows deliberate errors as one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except GenpoolError as error:
+            raise click.ClickException(masked(error.message)) from error
+
+
+_MODEL = click.option("--model", help="Model to run. Default: the first enabled one.")
+_MAX_TOKENS = click.option("--max-tokens", type=click.IntRange(1, MAX_TOKENS_LIMIT), help="Most tokens to generate.")
+_TEMPERATURE = click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy. Default: 1.")
+_SEED = click.option("--seed", type=click.IntRange(0, MAX_SEED), help="Makes the result repeatable.")
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="Configuration file (TOML).")
+@click.version_option(package_name="genpool")
+def cli(config_file: Path | None) -> None:
+    """A durable job queue for language-model generation."""
+    if config_file is not None:
+        os.environ[CONFIG_VARIABLE] = str(config_file.absolute())  # the processes started from here read it too
+
+
+@cli.command()
+@click.option("--port", type=click.IntRange(0, 65535), help="Port of the API. 0: a free one.")
+@click.option("--flower", is_flag=True, help="Also run Flower, Celery's monitor.")
+@click.option("--flower-port", type=click.IntRange(1, 65535), default=5555, show_default=True)
+def up(port: int | None, flower: bool, flower_port: int) -> None:
+    """Run everything: state server, one worker per enabled model, the API."""
+    settings = load_settings()
+    host = settings.server.host
+    port = launch.claim_port(host, settings.server.port if port is None else port)
+    models = launch.enabled_models(settings)
+    _fetch(settings, models)
+    server = launch.embedded_server(settings)
+    if server is None:
+        require_state_server(settings)
+    try:
+        plan = launch.stages(settings, server=server, port=port, flower_port=flower_port if flower else None)
+        launch.remove_metrics(settings, port)
+        supervisor = Supervisor(plan)
+        url = launch.base_url(host, port)
+        ready = f"genpool is ready: {url}/v1 serves {', '.join(models) or 'no model'}"
+        code = supervisor.run(on_ready=lambda: supervisor.output.line(ready))
+        launch.remove_metrics(settings, port)
+    finally:
+        if server is not None:
+            server.release()
+    sys.exit(code)
+
+
+@cli.command()
+@click.argument("model")
+@click.option("-c", "--concurrency", type=click.IntRange(1, 1024), help="Generations in flight at most.")
+@click.option("-n", "--name", help="Celery node name. Default: MODEL@HOST; a second worker of a host needs another.")
+def worker(model: str, concurrency: int | None, name: str | None) -> None:
+    """Run a Celery worker that serves MODEL."""
+    settings = load_settings()
+    launch.require_model(settings, model)
+    _fetch(settings, [model])
+    hint = state_server_hint(settings)
+    if hint:
+        click.echo(f"genpool: {hint}", err=True)  # Celery keeps trying: the server may be on its way
+    launch.exec_worker(settings, model, concurrency=concurrency, name=name)
+
+
+@cli.command()
+@click.argument("prompt")
+@_MODEL
+@_MAX_TOKENS
+@_TEMPERATURE
+@_SEED
+def generate(prompt: str, **options: Any) -> None:
+    """Generate an answer to PROMPT and print it as it comes."""
+    settings = load_settings()
+    request = job_commands.build_request(settings, prompt, **options)
+    _fetch(settings, [request.model])
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    signal.signal(signal.SIGHUP, _exit_on_signal)
+    job_commands.generate(settings, request, sys.stdout)
+
+
+@cli.command()
+@click.argument("prompt")
+@_MODEL
+@_MAX_TOKENS
+@_TEMPERATURE
+@_SEED
+def submit(prompt: str, **options: Any) -> None:
+    """Queue PROMPT and print the job's id."""
+    settings = load_settings()
+    request = job_commands.build_request(settings, prompt, **options)
+    with _client(settings) as client:
+        click.echo(client.submit(request))
+
+
+@cli.command()
+@click.argument("job")
+def status(job: str) -> None:
+    """Print a job's record as JSON."""
+    with _client(load_settings()) as client:
+        click.echo(job_commands.status(client.get(job)))
+
+
+@cli.command()
+@click.argument("job")
+def cancel(job: str) -> None:
+    """Cancel a job and print its record as JSON."""
+    with _client(load_settings()) as client:
+        click.echo(job_commands.status(client.cancel(job)))
+
+
+@cli.command()
+@click.argument("job")
+def tail(job: str) -> None:
+    """Print a job's text so far and follow it to the end."""
+    with _client(load_settings()) as client:
+        job_commands.tail(client, job, sys.stdout)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="The documentation of all settings.")
+def config(as_json: bool, as_markdown: bool) -> None:
+    """Print every setting in force and where it comes from."""
+    if as_json and as_markdown:
+        raise click.UsageError("--json and --markdown exclude each other.")
+    if as_markdown:
+        click.echo(markdown(), nl=False)
+        return
+    effective = load_configuration().effective()
+    if as_json:
+        click.echo(json.dumps([{"field": e.field, "value": e.value, "origin": e.origin} for e in effective], indent=2))
+        return
+    for entry in effective:
+        click.echo(f"{entry.field} = {json.dumps(entry.value, ensure_ascii=False)}  # {entry.origin}")
+
+
+@cli.group()
+def models() -> None:
+    """Models and their weights."""
+
+
+@models.command("list")
+def list_models() -> None:
+    """List the catalogue: name, source, cached, size, licence, enabled."""
+    rows = [("NAME", "SOURCE", "CACHED", "SIZE", "LICENCE", "ENABLED")]
+    for name, model in load_settings().models.items():
+        known = SOURCES.get(model.source)
+        path = cached_path(model.source)
+        size_bytes = known.size_bytes if known else path.stat().st_size if path else None
+        rows.append(
+            (
+                name,
+                model.source,
+                "-" if model.source.startswith(RANDOM_PREFIX) else "yes" if path else "no",
+                f"{size_bytes / 2**20:.0f} MiB" if size_bytes is not None else "-",
+                known.licence if known else "-",
+                "yes" if model.enabled else "no",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@models.command()
+@click.argument("names", nargs=-1)
+def pull(names: tuple[str, ...]) -> None:
+    """Fetch the weights of NAMES (default: all enabled models) into the model cache."""
+    settings = load_settings()
+    for name in names:
+        launch.require_model(settings, name)
+    for name, path in _fetch(settings, names or launch.enabled_models(settings)).items():
+        click.echo(f"{name}: {path}")
+
+
+def _fetch(settings: Settings, names: tuple[str, ...] | list[str]) -> dict[str, Path]:
+    """Make sure that these models' weights are there; files by model (none for weights made in code)."""
+    sources = {name: settings.models[name].source for name in names}
+    return {
+        name: ensure_weights(source, progress=True)
+        for name, source in sources.items()
+        if not source.startswith(RANDOM_PREFIX)
+    }
+
+
+def _client(settings: Settings) -> closing[Client]:
+    require_state_server(settings)
+    return closing(Client(settings))
+
+
+def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
+    """Leave through the `with` blocks, which stop what was started."""
+    sys.exit(128 + number)
+
+
+def main() -> None:
+    """The `genpool` command."""
+    cli(prog_name="genpool")
+
+
+if __name__ == "__main__":
+    main()

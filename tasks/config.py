@@ -1,0 +1,341 @@
+"""Settings, composed: defaults, then `genpool.toml`, then `GENPOOL_...` variables, validated before anything starts.
+
+Lists of names do not exist here: every field lives in `pool.settings`. Errors name the field, its value's origin and
+the limit. The result is immutable and is passed to whoever needs it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from pool.errors import ConfigurationError
+from pool.settings import (
+    LimitSettings,
+    ModelName,
+    ModelSettings,
+    Section,
+    ServerSettings,
+    StateSettings,
+    WorkerSettings,
+)
+from pool.store.server import socket_url
+from pool.store.server_binary import BINARY_VARIABLE
+from tasks.urls import celery_form, masked, redis_form
+
+PREFIX = "GENPOOL_"
+DELIMITER = "__"
+CONFIG_VARIABLE = "GENPOOL_CONFIG"
+DEFAULT_FILE = Path("genpool.toml")
+
+#: Variables that are no field: name -> what it does.
+OTHER_VARIABLES = {
+    CONFIG_VARIABLE: "Path of the configuration file. Unset: `genpool.toml` of the current directory, if there is one.",
+    BINARY_VARIABLE: "Path of the Valkey or Redis program (>= 7.0) to run as the embedded state server.",
+}
+
+#: Shipped with the product; `[models.*]` in genpool.toml adds to it or overrides single fields by name.
+SHIPPED_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "smollm2-135m-instruct": {
+        "backend": "numpy",
+        "source": "smollm2-135m-instruct",
+        "target_inflight": 8,
+        "kv_budget_bytes": 2 * 2**30,
+    }
+}
+
+
+class Settings(Section):
+    """All effective settings of one process."""
+
+    server: ServerSettings = ServerSettings()
+    state: StateSettings = StateSettings()
+    worker: WorkerSettings = WorkerSettings()
+    limits: LimitSettings = LimitSettings()
+    models: dict[ModelName, ModelSettings] = Field(default_factory=dict)
+
+
+#: The sections with fixed fields, by name.
+SECTIONS: Mapping[str, type[Section]] = {
+    "server": ServerSettings,
+    "state": StateSettings,
+    "worker": WorkerSettings,
+    "limits": LimitSettings,
+}
+
+FieldPath = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """One field: its dotted name, its value (secrets masked) and where that came from: `default`, the configuration
+    file's path, or a variable's name."""
+
+    field: str
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """Settings together with the origin of every value that is not a default."""
+
+    settings: Settings
+    origins: Mapping[FieldPath, str]
+
+    def effective(self) -> list[Effective]:
+        """Every field in the order of the documentation."""
+        return [
+            Effective(
+                dotted(path), masked(value) if isinstance(value, str) else value, self.origins.get(path, "default")
+            )
+            for path, value in _leaves(self.settings.model_dump())
+        ]
+
+
+def load_settings(path: Path | None = None) -> Settings:
+    """The effective settings. `path` None: $GENPOOL_CONFIG, else ./genpool.toml if it exists.
+
+    Raises ConfigurationError naming the field, the origin of its value and the limit.
+    """
+    return load_configuration(path).settings
+
+
+def origins(path: Path | None = None) -> list[Effective]:
+    """Every field with its effective value and origin. Raises ConfigurationError as `load_settings` does."""
+    return load_configuration(path).effective()
+
+
+def load_configuration(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Configuration:
+    """Settings and origins from `path` and `environ` (None: the process's own)."""
+    environ = os.environ if environ is None else environ
+    file = _config_file(path, environ)
+    values: dict[FieldPath, tuple[Any, str]] = {
+        ("models", name, field): (value, "default")
+        for name, fields in SHIPPED_MODELS.items()
+        for field, value in fields.items()
+    }
+    if file is not None:
+        values.update({field: (value, str(file)) for field, value in _leaves(_read_toml(file))})
+    values.update(_from_environment(environ, _model_names(values)))
+    found = {field: origin for field, (_, origin) in values.items() if origin != "default"}
+    try:
+        settings = Settings.model_validate(_nested({field: value for field, (value, _) in values.items()}))
+    except ValidationError as error:
+        problems = [_explain(detail, found) for detail in error.errors(include_url=False)]
+        raise ConfigurationError("; ".join(problems), param=dotted(_location(error.errors()[0]))) from None
+    return Configuration(settings, found)
+
+
+def dotted(path: Iterable[str]) -> str:
+    """`("models", "a.b", "threads")` -> `models."a.b".threads`, as TOML writes it."""
+    return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else f'"{part}"' for part in path)
+
+
+# --- what follows from settings
+
+
+def state_folder(settings: Settings) -> Path:
+    """The embedded state server's folder; it may not exist yet."""
+    if settings.state.folder:
+        return Path(settings.state.folder).expanduser().absolute()
+    return _xdg("XDG_STATE_HOME", ".local/state") / "genpool"
+
+
+def model_cache() -> Path:
+    """The folder fetched weights are kept in; it may not exist yet."""
+    return _xdg("XDG_CACHE_HOME", ".cache") / "genpool" / "models"
+
+
+def state_url(settings: Settings) -> str:
+    """The state server's URL in redis-py's form: `state.url`, or the embedded server's socket."""
+    return redis_form(settings.state.url) if settings.state.url else socket_url(state_folder(settings))
+
+
+def broker_url(settings: Settings) -> str:
+    """Celery's broker, in Celery's form."""
+    return celery_form(settings.state.broker_url or state_url(settings))
+
+
+def result_backend(settings: Settings) -> str:
+    """Celery's result backend, in Celery's form."""
+    return celery_form(settings.state.result_backend or state_url(settings))
+
+
+def _xdg(variable: str, fallback: str) -> Path:
+    """A base directory; relative values of the variable are ignored, as the XDG specification demands."""
+    value = Path(os.environ.get(variable, ""))
+    return value if value.is_absolute() else Path.home() / fallback
+
+
+# --- the configuration file
+
+
+def _config_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
+    if path is None and environ.get(CONFIG_VARIABLE):
+        path = Path(environ[CONFIG_VARIABLE])
+    if path is None:
+        return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
+    if not path.is_file():
+        raise ConfigurationError(f"The configuration file {path} does not exist.", param=CONFIG_VARIABLE)
+    return path
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigurationError(f"The configuration file {file} cannot be read: {error}") from error
+
+
+def _leaves(tree: Mapping[str, Any], path: FieldPath = ()) -> Iterator[tuple[FieldPath, Any]]:
+    """Every value below the tables. An empty table counts as a value: `[models.x]` without fields must be noticed."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def _nested(values: Mapping[FieldPath, Any]) -> dict[str, Any]:
+    """The inverse of `_leaves`. A value in a table's place stays, for validation to name it."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        table = tree
+        for name in path[:-1]:
+            below = table.setdefault(name, {})
+            if not isinstance(below, dict):
+                break
+            table = below
+        else:
+            if not (value == {} and isinstance(table.get(path[-1]), dict)):
+                table[path[-1]] = value
+    return tree
+
+
+# --- variables
+
+
+def variable_name(path: FieldPath) -> str:
+    """The variable that sets a field: ("server", "port") -> GENPOOL_SERVER__PORT. In a model's name `-` and `.` become
+    `_`."""
+    return PREFIX + DELIMITER.join(re.sub(r"[-.]", "_", part).upper() for part in path)
+
+
+def _from_environment(environ: Mapping[str, str], models: set[str]) -> dict[FieldPath, tuple[Any, str]]:
+    ours = sorted(name for name in environ if name.startswith(PREFIX) and name not in OTHER_VARIABLES)
+    new_models = {
+        parts[1].lower().replace("_", "-")
+        for parts in (name.removeprefix(PREFIX).split(DELIMITER) for name in ours)
+        if len(parts) == 3 and parts[0] == "MODELS" and parts[2] == "SOURCE" and not _matching(parts[1], models)
+    }
+    values: dict[FieldPath, tuple[Any, str]] = {}
+    for name in ours:
+        path = _variable_path(name, models | new_models)
+        values[path] = (_typed(environ[name], _annotation(path)), name)
+    return values
+
+
+def _variable_path(name: str, models: set[str]) -> FieldPath:
+    """The field a variable sets. Raises ConfigurationError for a variable that sets none."""
+    match name.removeprefix(PREFIX).lower().split(DELIMITER):
+        case [section, field] if section in SECTIONS and field in SECTIONS[section].model_fields:
+            return (section, field)
+        case ["models", model, field] if field in ModelSettings.model_fields:
+            found = _matching(model, models)
+            if len(found) == 1:
+                return ("models", found[0], field)
+            if found:
+                raise ConfigurationError(
+                    f"{name} matches more than one model: {', '.join(found)}. Set it in the configuration file.",
+                    param=name,
+                )
+    raise ConfigurationError(f"{name} is no setting.{_suggestion(name, _known_variables(models))}", param=name)
+
+
+def _matching(written: str, models: set[str]) -> list[str]:
+    """The models a variable's middle part may mean: in it, `_` stands for `-` or `.`."""
+    return sorted(name for name in models if re.sub(r"[-.]", "_", name) == written.lower())
+
+
+def _known_variables(models: set[str]) -> list[str]:
+    fixed = [variable_name((section, field)) for section, kind in SECTIONS.items() for field in kind.model_fields]
+    of_models = [variable_name(("models", name, field)) for name in models for field in ModelSettings.model_fields]
+    return [*fixed, *of_models, *OTHER_VARIABLES]
+
+
+def _annotation(path: FieldPath) -> Any:
+    kind = ModelSettings if path[0] == "models" else SECTIONS[path[0]]
+    return kind.model_fields[path[-1]].annotation
+
+
+def _typed(text: str, annotation: Any) -> Any:
+    """Text as the field's type; text that is none stays as it is, and validation names it."""
+    text = text.strip()
+    if annotation is bool and text.lower() in {"true", "false", "1", "0", "yes", "no", "on", "off"}:
+        return text.lower() in {"true", "1", "yes", "on"}
+    if annotation in (int, float) and re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    if annotation is float and re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d+)?", text):
+        return float(text)
+    return text
+
+
+# --- errors
+
+
+def _model_names(values: Iterable[FieldPath]) -> set[str]:
+    return {path[1] for path in values if path[0] == "models" and len(path) > 1}
+
+
+def _location(detail: ErrorDetails) -> FieldPath:
+    return tuple(str(part) for part in detail["loc"] if part != "[key]")
+
+
+def _explain(detail: ErrorDetails, found: Mapping[FieldPath, str]) -> str:
+    """One problem in one line: field, value, origin, limit."""
+    path = _location(detail)
+    where = sorted(
+        {origin for field, origin in found.items() if field[: len(path)] == path or path[: len(field)] == field}
+    )
+    origin = f" (from {', '.join(where)})" if where else ""
+    if detail["type"] == "extra_forbidden":
+        return f"{dotted(path)}{origin} is no setting.{_suggestion(path[-1], _siblings(path))}"
+    if detail["type"] == "missing":
+        return f"{dotted(path)}{_origin_of_table(path, found)} is required.{_suggestion_of_model(path)}"
+    if detail["loc"][-1] == "[key]":
+        return (
+            f"{dotted(path)}{origin}: a model's name is 1 to 63 of a-z, 0-9, '-', '.', first and last a letter or digit"
+        )
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    shown = "" if isinstance(detail["input"], Mapping) else f" = {masked(repr(detail['input']))[:200]}"
+    return f"{dotted(path)}{shown}{origin}: {message}"
+
+
+def _origin_of_table(path: FieldPath, found: Mapping[FieldPath, str]) -> str:
+    where = sorted({origin for field, origin in found.items() if field[: len(path) - 1] == path[:-1]})
+    return f" (a field of a model named in {', '.join(where)})" if where else ""
+
+
+def _siblings(path: FieldPath) -> Iterable[str]:
+    if len(path) == 1:
+        return Settings.model_fields
+    return (ModelSettings if path[0] == "models" else SECTIONS[path[0]]).model_fields
+
+
+def _suggestion_of_model(path: FieldPath) -> str:
+    return _suggestion(path[1], SHIPPED_MODELS) if path[0] == "models" else ""
+
+
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]}?" if near else ""

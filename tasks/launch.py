@@ -1,0 +1,175 @@
+"""Which processes make up a running genpool, and with which commands, environments and readiness checks.
+
+A stage of the supervisor starts when the one before it is ready, and stages stop in the opposite order: the API first,
+so that nothing new comes in; then the workers, which drain; then Flower; the state server last.
+"""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pool.errors import ConfigurationError, UnknownModel
+from pool.store.server import StateServer
+from tasks.config import Settings, state_folder
+from tasks.supervisor import Child
+
+MAX_DEFAULT_THREADS = 4
+#: How long a child may take beyond its own grace before it is killed.
+STOP_MARGIN_S = 10.0
+API_GRACE_S = 40.0
+READY_TIMEOUT_S = 2.0
+#: Every library that may stand behind numpy reads one of these, at import.
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+
+def enabled_models(settings: Settings) -> list[str]:
+    """Names of the enabled models, in the catalogue's order."""
+    return [name for name, model in settings.models.items() if model.enabled]
+
+
+def require_model(settings: Settings, model: str) -> None:
+    """Raise UnknownModel unless `model` is in the catalogue and enabled."""
+    if model not in settings.models:
+        raise UnknownModel(f"No model is named {model}. Known: {', '.join(settings.models) or 'none'}.", param="model")
+    if not settings.models[model].enabled:
+        raise UnknownModel(f"The model {model} is disabled in the configuration.", param="model")
+
+
+def worker_argv(model: str, *, concurrency: int | None = None, name: str | None = None) -> list[str]:
+    """The Celery command that serves `model`. `name` None: MODEL@HOST."""
+    argv = [sys.executable, "-m", "celery", "-A", "tasks", "worker", "-Q", model, "-n", name or f"{model}@%h"]
+    argv += ["--without-gossip", "--without-mingle", "--loglevel", "INFO"]
+    return argv if concurrency is None else [*argv, "--concurrency", str(concurrency)]
+
+
+def worker_env(settings: Settings, model: str) -> dict[str, str]:
+    """The variables a worker needs before its first import of numpy."""
+    threads = settings.models[model].threads or min(MAX_DEFAULT_THREADS, _cores())
+    return dict.fromkeys(THREAD_VARIABLES, str(threads))
+
+
+def worker_child(settings: Settings, model: str, *, log_path: Path | None = None) -> Child:
+    """A worker of `model`; SIGTERM lets it drain."""
+    return Child(
+        name=f"worker {model}",
+        argv=worker_argv(model),
+        env=worker_env(settings, model),
+        stop_grace_s=settings.worker.drain_grace_seconds + STOP_MARGIN_S,
+        log_path=log_path,
+    )
+
+
+def state_child(server: StateServer) -> Child:
+    """The embedded state server. Takes the folder's lock; the caller releases it when the child has ended."""
+    server.acquire()
+    return Child(
+        name="state", argv=server.argv(), ready=server.is_ready, log_path=server.log_path, pass_fds=server.pass_fds
+    )
+
+
+def api_child(settings: Settings, port: int) -> Child:
+    """gunicorn with the web application; ready when `/readyz` answers 200."""
+    host = settings.server.host
+    return Child(
+        name="api",
+        argv=[sys.executable, "-m", "gunicorn", "-c", "python:webapp.gunicorn_conf", "webapp.app:create_app()"],
+        env={"GENPOOL_SERVER__PORT": str(port), "PROMETHEUS_MULTIPROC_DIR": str(_metrics_folder(settings, port))},
+        ready=lambda: is_ready(host, port),
+        stop_grace_s=API_GRACE_S,
+    )
+
+
+def remove_metrics(settings: Settings, port: int) -> None:
+    """Remove the files through which the API's processes share their counters. A state folder of our own may hold more
+    of them, from runs that were killed."""
+    mine = _metrics_folder(settings, port)
+    for folder in [mine] if settings.state.url else mine.parent.glob("metrics-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _metrics_folder(settings: Settings, port: int) -> Path:
+    return state_folder(settings) / f"metrics-{port}"
+
+
+def flower_child(port: int) -> Child:
+    """Flower, on loopback. Raises ConfigurationError when it is not installed or its port is taken."""
+    if importlib.util.find_spec("flower") is None:
+        raise ConfigurationError('Flower is not installed. Run: pip install "genpool[flower]"')
+    claim_port("127.0.0.1", port)
+    argv = [sys.executable, "-m", "celery", "-A", "tasks", "flower", "--address=127.0.0.1", f"--port={port}"]
+    return Child(name="flower", argv=argv)
+
+
+def embedded_server(settings: Settings) -> StateServer | None:
+    """The state server to run here; None when the settings name one that runs elsewhere."""
+    if settings.state.url:
+        return None
+    return StateServer(state_folder(settings), appendfsync=settings.state.appendfsync)
+
+
+def stages(
+    settings: Settings, *, server: StateServer | None, port: int, flower_port: int | None
+) -> Sequence[Sequence[Child]]:
+    """Everything `genpool up` runs, in starting order."""
+    flower = [flower_child(flower_port)] if flower_port else []
+    plan = [
+        [state_child(server)] if server else [],
+        flower,
+        [worker_child(settings, model) for model in enabled_models(settings)],
+        [api_child(settings, port)],
+    ]
+    return [stage for stage in plan if stage]
+
+
+def claim_port(host: str, port: int) -> int:
+    """`port` if it is free, or a free one for 0. Raises ConfigurationError when it is taken.
+
+    Another process may still take it before the server does; the server then says so itself.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigurationError(
+                f"Port {port} of {host} cannot be used: {error.strerror}. Choose another one.",
+                param="server.port",
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def is_ready(host: str, port: int) -> bool:
+    """Whether `/readyz` answers 200."""
+    connection = http.client.HTTPConnection(host, port, timeout=READY_TIMEOUT_S)
+    try:
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def base_url(host: str, port: int) -> str:
+    """What clients put in front of `/v1`."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def exec_worker(settings: Settings, model: str, *, concurrency: int | None, name: str | None) -> None:
+    """Become the worker of `model`. Does not return."""
+    environment: Mapping[str, str] = {**os.environ, **worker_env(settings, model)}
+    os.execve(sys.executable, worker_argv(model, concurrency=concurrency, name=name), environment)
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not every system has it
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

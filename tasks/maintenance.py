@@ -1,0 +1,76 @@
+"""The maintenance thread that every API and worker process runs: lease expiry, and Celery results still to be written.
+
+Every process does all of it, so no event waits for one that died; the scripts behind it make doing it twice harmless.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from pool.errors import GenpoolError
+from pool.store.sweeping import Sweeper
+
+log = logging.getLogger("genpool.maintenance")
+
+#: Well under half the shortest lease, so that the sweep's own gap rule does not hold expiry back.
+EVERY_S = 0.4
+
+
+class Maintenance:
+    """Sweeps each model at a steady pace until stopped. `chores` run once a turn, and at once after `wake`."""
+
+    def __init__(
+        self,
+        sweeper: Sweeper,
+        models: Sequence[str],
+        chores: Sequence[Callable[[], None]] = (),
+        every_s: float = EVERY_S,
+    ) -> None:
+        self._sweeper = sweeper
+        self._models = tuple(models)
+        self._chores = tuple(chores)
+        self._every_s = every_s
+        self._wake = threading.Event()
+        self._stopping = False
+        self._failing = False
+        self._thread = threading.Thread(target=self._run, name="genpool-maintenance", daemon=True)
+
+    def start(self) -> None:
+        """Begin to run in a thread of its own."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Do the next turn now."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread, after one last turn."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wake.wait(self._every_s)
+            self._wake.clear()
+            self.turn()
+
+    def turn(self) -> None:
+        """One sweep of each model and each chore; failures are logged once until they pass."""
+        try:
+            for model in self._models:
+                swept = self._sweeper.sweep(model)
+                if swept.requeued or swept.poisoned:
+                    log.warning(
+                        "%s: %d jobs of lost workers requeued, %d failed", model, swept.requeued, swept.poisoned
+                    )
+            for chore in self._chores:
+                chore()
+        except (GenpoolError, OSError) as error:
+            if not self._failing:
+                log.warning("maintenance: %s", type(error).__name__)
+            self._failing = True
+        else:
+            self._failing = False

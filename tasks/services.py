@@ -1,0 +1,44 @@
+"""Everything a process needs to talk to the store, built once from its settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pool.store.connection import Client, connect
+from pool.store.jobs import JobStore
+from pool.store.sweeping import Sweeper
+from tasks.config import Settings, state_url
+from tasks.submission import Cards, Submitter
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The store's clients of one process; thread-safe."""
+
+    settings: Settings
+    client: Client
+    store: JobStore
+    cards: Cards
+    submitter: Submitter
+    sweeper: Sweeper
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.client.close()
+        self.client.connection_pool.disconnect()
+
+
+def open_services(settings: Settings, *, max_connections: int = 8) -> Services:
+    """Build the services; connects on first use."""
+    client = connect(state_url(settings), max_connections=max_connections)
+    result_ttl_ms = settings.state.result_ttl_seconds * 1000
+    store = JobStore(client, result_ttl_ms=result_ttl_ms, pending_per_model=settings.limits.pending_per_model)
+    cards = Cards(client)
+    sweeper = Sweeper(
+        client,
+        store,
+        lease_ms=round(settings.worker.lease_seconds * 1000),
+        max_deliveries=settings.worker.max_deliveries,
+        result_ttl_ms=result_ttl_ms,
+    )
+    return Services(settings, client, store, cards, Submitter(store, cards, dict(settings.models)), sweeper)

@@ -1,0 +1,126 @@
+"""One way in for every door: check a request against the model's card, fix its seed, and build the job to store.
+
+HTTP, the Celery task class, the broker bridge and the command line all call `Submitter`, so validation and limits are
+the same everywhere.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from pool.errors import ContextTooLong, InvalidRequest, UnknownModel
+from pool.settings import ModelSettings
+from pool.store.connection import Client
+from pool.store.ids import JobRef, new_ref
+from pool.store.jobs import JobStore
+from pool.store.log import pack_ids
+from pool.store.ranks import Card, RankRegistry
+from pool.store.records import NewJob
+from tasks.payloads import MAX_SEED, GenerationRequest
+from tasks.vocabulary import Vocabulary
+
+#: How long a cached card is used before the registry is asked whether it changed.
+CARD_FRESH_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    card: Card
+    vocabulary: Vocabulary
+    checked_at_s: float
+
+
+class Cards:
+    """Model cards with their vocabularies, cached per process."""
+
+    def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._clock = clock
+        self._held: dict[str, _Held] = {}
+        self._lock = Lock()
+
+    def get(self, model: str) -> tuple[Card, Vocabulary] | None:
+        """The model's card and vocabulary; None while no worker has ever loaded the model."""
+        held = self._held.get(model)
+        now_s = self._clock()
+        if held is not None and now_s - held.checked_at_s < CARD_FRESH_S:
+            return held.card, held.vocabulary
+        registry = RankRegistry(self._client, model)
+        if held is not None and registry.card_fingerprint() == held.card.fingerprint:
+            self._held[model] = _Held(held.card, held.vocabulary, now_s)
+            return held.card, held.vocabulary
+        with self._lock:
+            card = registry.card()
+            if card is None:
+                return None
+            vocabulary = Vocabulary.from_blob(card.vocabulary)
+            self._held[model] = _Held(card, vocabulary, now_s)
+            return card, vocabulary
+
+
+def fit(request: GenerationRequest, card: Card, prompt_tokens: int) -> int:
+    """Output tokens the request may have: its own limit, or what the context leaves when it names none.
+
+    Raises ContextTooLong with both numbers, and InvalidRequest (`kv_budget_exceeded`) when the context would hold it
+    but no rank's KV budget does. A session peaks at prompt + max_tokens - 1 positions: prefill emits the first token.
+    """
+    wanted = request.max_tokens if request.max_tokens is not None else card.context_length - prompt_tokens
+    if wanted < 1 or prompt_tokens + wanted > card.context_length:
+        raise ContextTooLong(
+            prompt_tokens=prompt_tokens,
+            max_tokens=max(wanted, 1),
+            context_length=card.context_length,
+            param="max_tokens",
+        )
+    if prompt_tokens + wanted - 1 > card.max_positions:
+        if request.max_tokens is None and prompt_tokens <= card.max_positions:
+            return card.max_positions - prompt_tokens + 1
+        raise InvalidRequest(
+            f"The request needs KV for {prompt_tokens + wanted - 1} tokens, but a session of this model may hold "
+            f"{card.max_positions} tokens.",
+            param="max_tokens",
+            code="kv_budget_exceeded",
+        )
+    return wanted
+
+
+class Submitter:
+    """Turns requests into stored jobs."""
+
+    def __init__(self, store: JobStore, cards: Cards, models: dict[str, ModelSettings]) -> None:
+        self.store = store
+        self.cards = cards
+        self._models = models
+
+    def models(self) -> list[str]:
+        """Public names of the enabled models."""
+        return [name for name, model in self._models.items() if model.enabled]
+
+    def prepare(self, request: GenerationRequest, *, door: str, **record: Any) -> NewJob:
+        """Everything but the storing: raises UnknownModel, InvalidRequest or ContextTooLong.
+
+        `record` holds further NewJob fields (params, watch, background, ...); `token` a fixed id (32 hex digits).
+        Without a card (no worker yet) the prompt is measured by the worker before it runs.
+        """
+        if request.model not in self.models():
+            raise UnknownModel("No model of this name is served here.", param="model")
+        seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbelow(MAX_SEED + 1)
+        known = self.cards.get(request.model)
+        if known is not None:
+            card, vocabulary = known
+            ids = vocabulary.encode_prompt(request.prompt)
+            request = request.model_copy(update={"max_tokens": fit(request, card, len(ids))})
+            record |= {"prompt_ids": pack_ids(ids), "prompt_tokens": len(ids)}
+        ref: JobRef = new_ref(door, request.model, token=record.pop("token", None))
+        return NewJob(ref=ref, door=door, request=request.model_dump_json(), seed=seed, n=request.n, **record)
+
+    def submit(self, request: GenerationRequest, *, door: str, **record: Any) -> JobRef:
+        """Prepare and store; the id is valid from then on, on every node."""
+        job = self.prepare(request, door=door, **record)
+        self.store.submit(job)
+        return job.ref

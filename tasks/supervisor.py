@@ -1,0 +1,271 @@
+"""Child processes under one parent: start in stages, restart, give up, stop in the opposite order, leave nothing.
+
+| event | what happens |
+|---|---|
+| a child ends | its process group is killed; it starts again after 0.5 s, 1 s, 2 s, ... (30 s at most) |
+| it ends within 30 s of its start, five times in a row | its last lines are printed, all stop, exit code 1 |
+| SIGINT, SIGTERM, SIGHUP | stages stop last to first: SIGTERM, SIGKILL after the child's grace; exit code 0 |
+| the same again | SIGKILL to what is left |
+| the supervisor is killed | the kernel kills the children (`pool.store.leash`) |
+
+Every child leads its own process group, so a terminal's Ctrl-C reaches the supervisor alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO, TextIO
+
+from pool.store import leash
+
+TURN_S = 0.05
+TAIL_LINES = 20
+LINE_BYTES = 64 * 1024
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_COLOURS = ("36", "33", "32", "35", "34", "31")
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """What to run. `env` is added to this process's own; `ready` (None: at once) says whether it serves; `stop_grace_s`
+    lies between SIGTERM and SIGKILL; output is appended to `log_path` instead of the supervisor's own, where given."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    ready: Callable[[], bool] | None = None
+    stop_grace_s: float = 10.0
+    log_path: Path | None = None
+    pass_fds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Delays double from `first_delay_s` to `longest_delay_s`; an end within `fast_s` of the start is a fast one, and
+    `give_up_after` of them in a row are the last."""
+
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 30.0
+    fast_s: float = 30.0
+    give_up_after: int = 5
+
+    def delay_s(self, fast_deaths: int) -> float:
+        """The wait before the next start, after `fast_deaths` fast ends in a row."""
+        return min(self.first_delay_s * 2.0 ** max(0, fast_deaths - 1), self.longest_delay_s)
+
+
+class Output:
+    """One stream for the lines of all children, each behind its child's name."""
+
+    def __init__(self, stream: TextIO, names: Iterable[str], *, colour: bool) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+        names = list(names)
+        width = max(map(len, names), default=0)
+        self._prefixes = {name: f"{name:<{width}} | " for name in names}
+        if colour:
+            for index, name in enumerate(names):
+                self._prefixes[name] = f"\x1b[{_COLOURS[index % len(_COLOURS)]}m{self._prefixes[name]}\x1b[0m"
+
+    def line(self, text: str, name: str = "") -> None:
+        """Print one line. A stream that is gone (a closed pipe) swallows it: children must go on."""
+        with self._lock, suppress(OSError, ValueError):
+            self._stream.write(f"{self._prefixes.get(name, '')}{text}\n")
+            self._stream.flush()
+
+
+class _Life:
+    """One child: its current process, its record of deaths, its last lines."""
+
+    def __init__(self, child: Child, output: Output) -> None:
+        self.child = child
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.fast_deaths = 0
+        self.restart_at: float | None = None
+        self.started_at = 0.0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._output = output
+        self._pump: threading.Thread | None = None
+
+    def start(self) -> None:
+        self.restart_at, self.started_at = None, time.monotonic()
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **self.child.env}
+        if self.child.log_path is not None:
+            with leash.open_private_log(self.child.log_path) as log:
+                self.process = leash.spawn(
+                    self.child.argv, stdout=log, env=env, pass_fds=self.child.pass_fds, private_files=True
+                )
+            return
+        self.process = leash.spawn(self.child.argv, stdout=subprocess.PIPE, env=env, pass_fds=self.child.pass_fds)
+        assert self.process.stdout is not None  # it was asked for
+        self._pump = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
+        self._pump.start()
+
+    def _read(self, pipe: BinaryIO) -> None:
+        with pipe:
+            while raw := pipe.readline(LINE_BYTES):
+                line = raw.decode(errors="replace").rstrip("\r\n")
+                self.tail.append(line)
+                self._output.line(line, self.child.name)
+
+    def ended(self) -> bool:
+        """Whether the process has ended. Its id stays reserved (it is not reaped), so `reap` cannot hit another."""
+        if self.process is None:
+            return True
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13: reaped at once, with a hair of that risk
+            return self.process.poll() is not None
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def signal(self, number: signal.Signals, *, group: bool = False) -> None:
+        if self.process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                (os.killpg if group else os.kill)(self.process.pid, number)
+
+    def reap(self) -> int:
+        """End what is left of the group of an ended process, and return its exit code."""
+        assert self.process is not None  # only a started child can be reaped
+        self.signal(signal.SIGKILL, group=True)
+        code = self.process.wait()
+        self.process = None
+        if self._pump is not None:
+            self._pump.join(timeout=5)
+            self._pump = None
+        return code
+
+    def last_lines(self) -> list[str]:
+        """The newest output, at most 20 lines."""
+        if self.child.log_path is None:
+            return list(self.tail)
+        try:
+            return self.child.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        except OSError:
+            return []
+
+
+class Supervisor:
+    """Runs `stages` of children: a stage starts once all of the stage before are ready.
+
+    `run` serves a whole process; `start`, `turn` and `stop` are its parts, for callers with a loop of their own. All
+    of them belong to one thread.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[Child]],
+        *,
+        stream: TextIO | None = None,
+        colour: bool | None = None,
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        stream = stream or sys.stdout
+        names = [child.name for stage in stages for child in stage]
+        if len(set(names)) != len(names):
+            raise ValueError(f"children need names of their own: {names}")
+        self.output = Output(stream, names, colour=stream.isatty() if colour is None else colour)
+        self.failure: str | None = None
+        self._policy = policy or RestartPolicy()
+        self._stages = [[_Life(child, self.output) for child in stage] for stage in stages]
+        self._started: list[list[_Life]] = []
+        self._signals = 0
+
+    def pid(self, name: str) -> int | None:
+        """The child's current process id; None while it is down."""
+        for life in self._all():
+            if life.child.name == name and life.process is not None and not life.ended():
+                return life.process.pid
+        return None
+
+    def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
+        """Start everything, serve until a signal or a child that keeps dying, stop everything; the exit code."""
+        previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        try:
+            if self.start():
+                on_ready()
+            while self.turn():
+                time.sleep(TURN_S)
+        finally:
+            self.stop()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        return 0 if self.failure is None else 1
+
+    def start(self) -> bool:
+        """Start all stages; True once all children are ready, False when stopped or given up before."""
+        for stage in self._stages:
+            self._started.append(stage)
+            for life in stage:
+                life.start()
+            while not all(life.child.ready is None or life.child.ready() for life in stage):
+                if not self.turn():
+                    return False
+                time.sleep(TURN_S)
+        return True
+
+    def turn(self) -> bool:
+        """Look after the children once. False: it is time to `stop` (`failure` says why, if not by a signal)."""
+        if self._signals or self.failure is not None:
+            return False
+        now = time.monotonic()
+        for life in (life for stage in self._started for life in stage):
+            if life.restart_at is not None:
+                if now >= life.restart_at:
+                    life.start()
+            elif life.ended():
+                self._after_death(life, now)
+        return self.failure is None
+
+    def stop(self) -> None:
+        """Stop the stages in reverse order and leave no process behind. Idempotent."""
+        while self._started:
+            self._stop_stage(self._started.pop())
+
+    def request_stop(self) -> None:
+        """What a signal does: the next `turn` is False; a second request makes `stop` kill."""
+        self._signals += 1
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.request_stop()
+
+    def _after_death(self, life: _Life, now: float) -> None:
+        code = life.reap()
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        life.fast_deaths = life.fast_deaths + 1 if now - life.started_at < self._policy.fast_s else 0
+        if life.fast_deaths >= self._policy.give_up_after:
+            self.failure = f"{life.child.name} ended {life.fast_deaths} times in a row, the last time with {how}."
+            self.output.line(f"{self.failure} Its last lines:")
+            for line in life.last_lines():
+                self.output.line(f"    {line}")
+            return
+        delay_s = self._policy.delay_s(life.fast_deaths)
+        life.restart_at = now + delay_s
+        self.output.line(f"{life.child.name} ended with {how}; starting it again in {delay_s:g} s")
+
+    def _stop_stage(self, stage: list[_Life]) -> None:
+        running = [life for life in stage if life.restart_at is None and not life.ended()]
+        for life in running:
+            life.signal(signal.SIGTERM)
+        began = time.monotonic()
+        while running:
+            running = [life for life in running if not life.ended()]
+            for life in running:
+                if self._signals > 1 or time.monotonic() - began > life.child.stop_grace_s:
+                    life.signal(signal.SIGKILL, group=True)
+            if running:
+                time.sleep(TURN_S)
+        for life in stage:
+            if life.process is not None:
+                life.reap()
+
+    def _all(self) -> Iterable[_Life]:
+        return (life for stage in self._stages for life in stage)

@@ -1,0 +1,176 @@
+"""The job commands as a user runs them: own processes, a real state server, a real worker with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import redis
+
+from pool.store.connection import connect
+from pool.store.ranks import RankRegistry
+from pool.store.server import StateServer, answers, socket_url
+from tasks.client import Client
+from tasks.config import load_configuration
+from tasks.job_commands import build_request
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+MODEL = "tiny"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A user of this test alone, whose only model needs no files."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GENPOOL_")}
+    return {
+        **inherited,
+        "PYTHONPATH": str(ROOT),
+        "GENPOOL_STATE__FOLDER": str(tmp_path / "state"),
+        "GENPOOL_MODELS__SMOLLM2_135M_INSTRUCT__ENABLED": "false",
+        "GENPOOL_MODELS__TINY__SOURCE": "random:1",
+    }
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StateServer]:
+    """The state server of that user's folder, without any worker."""
+    with StateServer(tmp_path / "state") as server:
+        yield server
+
+
+def start(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    """The command as a process."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "genpool.py"), *arguments],
+        env=environment,
+        cwd=environment["GENPOOL_STATE__FOLDER"].removesuffix("/state"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(environment: dict[str, str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command."""
+    with start(environment, *arguments) as process:
+        out, err = process.communicate(timeout=90)
+    return process.returncode, out, err
+
+
+def submitted(environment: dict[str, str], *arguments: str) -> str:
+    """The id of a job that was queued."""
+    code, out, err = run(environment, "submit", "Hello", *arguments)
+    assert (code, err) == (0, "")
+    return out.strip()
+
+
+def status_of(environment: dict[str, str], job: str) -> dict[str, object]:
+    """The job's record as the command shows it."""
+    code, out, err = run(environment, "status", job)
+    assert (code, err) == (0, "")
+    status: dict[str, object] = json.loads(out)
+    return status
+
+
+@pytest.mark.usefixtures("server")
+def test_a_submitted_job_can_be_read_and_cancelled(environment: dict[str, str]) -> None:
+    """Without a worker it stays queued; cancelling twice is as good as once; its tail is empty."""
+    job = submitted(environment, "--seed", "7")
+    status = status_of(environment, job)
+    assert (status["id"], status["model"], status["state"], status["seed"]) == (job, MODEL, "queued", 7)
+    for _ in range(2):
+        code, out, _ = run(environment, "cancel", job)
+        assert (code, json.loads(out)["state"]) == (0, "cancelled")
+    assert run(environment, "tail", job) == (0, "\n", "genpool: cancelled\n")
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("command", ["status", "cancel", "tail"])
+@pytest.mark.parametrize("job", ["nonsense", f"gen_{MODEL}.0_{'0' * 32}"])
+def test_an_unknown_job_is_one_line(environment: dict[str, str], command: str, job: str) -> None:
+    """Malformed and unknown ids look alike."""
+    assert run(environment, command, job) == (1, "", "Error: No generation has this id.\n")
+
+
+def test_generate_brings_its_own_processes_and_takes_them_away(environment: dict[str, str], tmp_path: Path) -> None:
+    """Text on stdout, notes on stderr, the same seed gives the same text, and nothing runs afterwards."""
+    arguments = ("generate", "Hello", "--max-tokens", "12", "--seed", "7")
+    code, first, err = run(environment, *arguments)
+    assert code == 0, err
+    assert first.strip()
+    assert err == (f"genpool: starting state and worker {MODEL} ...\ngenpool: stopped at the token limit\n")
+    assert not answers(socket_url(tmp_path / "state"))
+    assert not list((tmp_path / "state").glob("*.sock"))
+    assert run(environment, *arguments)[1] == first
+
+
+@pytest.mark.usefixtures("server")
+def test_generate_uses_a_state_server_that_runs(environment: dict[str, str], tmp_path: Path) -> None:
+    """It starts a worker only, which also serves what waited, and leaves the server alone."""
+    waiting = submitted(environment, "--max-tokens", "3", "--seed", "11")
+    code, out, err = run(environment, "generate", "Hello", "--max-tokens", "5", "--seed", "11")
+    assert code == 0, err
+    assert out.strip()
+    assert err.startswith(f"genpool: starting worker {MODEL} ...\n")
+    assert status_of(environment, waiting)["state"] == "incomplete"
+    code, out, err = run(environment, "tail", waiting)
+    assert (code, err) == (0, "genpool: stopped at the token limit\n")
+    assert out.strip()
+    assert answers(socket_url(tmp_path / "state"))
+
+
+def test_two_at_once_share_one_state_server(environment: dict[str, str]) -> None:
+    """Whoever comes second is served to its end, whichever of the two owns the server."""
+    with (
+        start(environment, "generate", "Hello", "--max-tokens", "8", "--seed", "11") as first,
+        start(environment, "generate", "Hello", "--max-tokens", "40", "--seed", "11") as second,
+    ):
+        for process in (first, second):
+            out, err = process.communicate(timeout=90)
+            assert process.returncode == 0, err
+            assert out.strip()
+
+
+def test_an_interrupt_cancels_the_job_and_stops_the_worker(environment: dict[str, str], server: StateServer) -> None:
+    """A job that waits behind half a minute of others is cancelled; the state server that ran before goes on."""
+    settings = load_configuration(environ=environment).settings
+    options = {"model": MODEL, "max_tokens": 900, "temperature": None, "seed": 11}  # a seed that takes all of them
+    with closing(Client(settings)) as client, closing(connect(server.url)) as store:
+        others = {client.submit(build_request(settings, "Hello", **options)) for _ in range(30)}
+        with start(environment, "generate", "Hello") as process:
+            jobs = wait_until(
+                lambda: len(found := jobs_of(store)) > len(others) and found, description="the job", timeout_s=30
+            )
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM
+        (job,) = jobs - others
+        assert client.get(job).state == "cancelled"
+        assert RankRegistry(store, MODEL).live() == []
+
+
+def test_a_worker_that_cannot_start_is_reported_with_its_last_lines(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Nobody waits for a worker that keeps dying."""
+    (tmp_path / "broken.gguf").write_bytes(b"not a model")
+    environment["GENPOOL_MODELS__TINY__SOURCE"] = str(tmp_path / "broken.gguf")
+    code, out, err = run(environment, "generate", "Hello")
+    assert (code, out) == (1, "")
+    assert f"worker {MODEL} ended 3 times in a row" in err
+    assert "cannot be served" in err
+    assert not answers(socket_url(tmp_path / "state"))
+
+
+def jobs_of(store: redis.Redis) -> set[str]:
+    """The ids of all jobs of the model."""
+    keys = store.scan_iter(match=f"gp:{{{MODEL}:0}}:job:*", count=1000)
+    return {f"gen_{MODEL}.0_{key.decode().rpartition(':')[2]}" for key in keys}

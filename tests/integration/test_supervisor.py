@@ -1,0 +1,296 @@
+"""The supervisor with real child processes: order, restarts, giving up, signals, and nothing left behind."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pool.store import leash
+from tasks.supervisor import Child, RestartPolicy, Supervisor
+from tests.processes import is_running
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.02, fast_s=60, give_up_after=5)
+
+#: A child that writes its pid to a file, notes SIGTERM in another, and then leaves unless it is stubborn.
+SERVICE = """
+import os, signal, sys, time
+name, folder, stubborn = sys.argv[1], sys.argv[2], sys.argv[3:] == ["stubborn"]
+def on_term(*_):
+    with open(f"{folder}/stopped", "a") as file:
+        file.write(name + "\\n")
+    if not stubborn:
+        sys.exit(0)
+signal.signal(signal.SIGTERM, on_term)
+with open(f"{folder}/{name}.part", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(f"{folder}/{name}.part", f"{folder}/{name}.pid")
+print("serving", name)
+while True:
+    time.sleep(0.05)
+"""
+
+
+def service(folder: Path, name: str, *mode: str, grace_s: float = 10.0) -> Child:
+    """A well-behaved child, ready once its pid file is there."""
+    return Child(
+        name=name,
+        argv=[sys.executable, "-c", SERVICE, name, str(folder), *mode],
+        ready=(folder / f"{name}.pid").exists,
+        stop_grace_s=grace_s,
+    )
+
+
+def dying(name: str, last_words: str = "", log_path: Path | None = None) -> Child:
+    """A child that ends at once with exit code 3."""
+    argv = [sys.executable, "-c", f"print({last_words!r}); raise SystemExit(3)"]
+    return Child(name=name, argv=argv, log_path=log_path)
+
+
+def pid_of(folder: Path, name: str) -> int:
+    """The pid the child wrote, once it has."""
+    path = folder / f"{name}.pid"
+    return int(wait_until(lambda: path.exists() and path.read_text(), description=f"{name} to write its pid"))
+
+
+def stopped(folder: Path) -> list[str]:
+    """Names of the children that got SIGTERM, in order."""
+    path = folder / "stopped"
+    return path.read_text().split() if path.exists() else []
+
+
+def turn_until(supervisor: Supervisor, predicate: Callable[[], bool], description: str) -> None:
+    """Keep the supervisor going until something holds."""
+
+    def turned() -> bool:
+        supervisor.turn()
+        return predicate()
+
+    wait_until(turned, description=description)
+
+
+@pytest.fixture
+def output() -> io.StringIO:
+    """What the supervisor prints."""
+    return io.StringIO()
+
+
+def test_a_stage_starts_when_the_one_before_is_ready_and_stops_before_it(tmp_path: Path, output: io.StringIO) -> None:
+    """Stages start in order and stop in the opposite order."""
+    stages = [[service(tmp_path, "first")], [service(tmp_path, "second"), service(tmp_path, "third")]]
+    supervisor = Supervisor(stages, stream=output, policy=QUICK)
+    try:
+        assert supervisor.start()
+        pids = [pid_of(tmp_path, name) for name in ("first", "second", "third")]
+        first, second = (tmp_path / "first.pid").stat(), (tmp_path / "second.pid").stat()
+        assert first.st_mtime_ns < second.st_mtime_ns
+    finally:
+        supervisor.stop()
+    assert sorted(stopped(tmp_path)[:2]) == ["second", "third"]
+    assert stopped(tmp_path)[2:] == ["first"]
+    assert not any(map(is_running, pids))
+
+
+def test_the_next_stage_waits_for_readiness(tmp_path: Path, output: io.StringIO) -> None:
+    """A stage that never becomes ready keeps the next one from starting."""
+    waiting = Child(name="waiting", argv=service(tmp_path, "waiting").argv, ready=lambda: False)
+    supervisor = Supervisor([[waiting], [service(tmp_path, "next")]], stream=output, policy=QUICK)
+    threading.Timer(0.5, supervisor.request_stop).start()
+    try:
+        assert not supervisor.start()
+    finally:
+        supervisor.stop()
+    assert not (tmp_path / "next.pid").exists()
+
+
+def test_a_killed_child_starts_again(tmp_path: Path, output: io.StringIO) -> None:
+    """A child that dies is started again, and the death is reported."""
+    supervisor = Supervisor([[service(tmp_path, "api")]], stream=output, policy=QUICK)
+    try:
+        assert supervisor.start()
+        before = pid_of(tmp_path, "api")
+        os.kill(before, signal.SIGKILL)
+        turn_until(supervisor, lambda: pid_of(tmp_path, "api") != before, "a new process")
+        assert supervisor.pid("api") == pid_of(tmp_path, "api")
+        assert "api ended with signal 9; starting it again" in output.getvalue()
+    finally:
+        supervisor.stop()
+
+
+def test_five_fast_deaths_end_everything_with_the_last_lines(tmp_path: Path, output: io.StringIO) -> None:
+    """A child that keeps dying is named with its last output, all others stop, and the exit code is not 0."""
+    supervisor = Supervisor(
+        [[service(tmp_path, "state")], [dying("worker", "no such model file")]], stream=output, policy=QUICK
+    )
+    assert supervisor.run() == 1
+    assert supervisor.failure == "worker ended 5 times in a row, the last time with exit code 3."
+    assert output.getvalue().count("worker | no such model file") == 5
+    assert output.getvalue().endswith("Its last lines:\n" + "    no such model file\n" * 5)
+    assert stopped(tmp_path) == ["state"]
+    assert not is_running(pid_of(tmp_path, "state"))
+
+
+def test_a_child_that_lived_long_enough_starts_with_a_clean_record(output: io.StringIO) -> None:
+    """Only ends soon after the start count towards giving up."""
+    policy = RestartPolicy(first_delay_s=0.01, fast_s=0.0, give_up_after=2)
+    supervisor = Supervisor([[dying("worker")]], stream=output, policy=policy)
+    try:
+        supervisor.start()
+        turn_until(supervisor, lambda: output.getvalue().count("starting it again") >= 4, "four restarts")
+        assert supervisor.failure is None
+    finally:
+        supervisor.stop()
+
+
+def test_restart_delays_double_up_to_a_limit() -> None:
+    """0.5 s, 1 s, 2 s, ... 30 s."""
+    policy = RestartPolicy()
+    assert [policy.delay_s(deaths) for deaths in (1, 2, 3, 4, 20)] == [0.5, 1.0, 2.0, 4.0, 30.0]
+
+
+def test_what_a_dead_child_left_running_is_killed(tmp_path: Path, output: io.StringIO) -> None:
+    """Grandchildren do not survive the child's death: the next one may need their port."""
+    code = f"""
+import subprocess, sys, os, time
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open({str(tmp_path / "part")!r}, "w") as file:
+    file.write(str(grandchild.pid))
+os.rename({str(tmp_path / "part")!r}, {str(tmp_path / "grandchild.pid")!r})
+time.sleep(600)
+"""
+    supervisor = Supervisor(
+        [[Child(name="api", argv=[sys.executable, "-c", code])]],
+        stream=output,
+        policy=RestartPolicy(first_delay_s=600, longest_delay_s=600),
+    )
+    try:
+        supervisor.start()
+        grandchild, child = pid_of(tmp_path, "grandchild"), supervisor.pid("api")
+        assert child is not None
+        assert is_running(grandchild)
+        os.kill(child, signal.SIGKILL)
+        turn_until(supervisor, lambda: not is_running(grandchild), "the grandchild to go")
+    finally:
+        supervisor.stop()
+
+
+def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path, output: io.StringIO) -> None:
+    """Stopping never hangs on a stubborn child."""
+    supervisor = Supervisor([[service(tmp_path, "worker", "stubborn", grace_s=0.1)]], stream=output, policy=QUICK)
+    assert supervisor.start()
+    supervisor.stop()
+    assert stopped(tmp_path) == ["worker"]
+    assert not is_running(pid_of(tmp_path, "worker"))
+
+
+def test_output_can_go_to_a_file_and_is_still_quoted_on_failure(tmp_path: Path, output: io.StringIO) -> None:
+    """A quiet child writes to its log; giving up shows the log's end."""
+    log = tmp_path / "worker.log"
+    supervisor = Supervisor([[dying("worker", "broken", log_path=log)]], stream=output, policy=QUICK)
+    assert supervisor.run() == 1
+    assert log.read_text() == "broken\n" * 5
+    assert "worker | broken" not in output.getvalue()
+    assert "    broken\n" in output.getvalue()
+
+
+def test_lines_carry_the_childs_name_in_colour_on_a_terminal(output: io.StringIO) -> None:
+    """Prefixes are aligned; each child has its colour."""
+    children = [dying("api", "one"), dying("worker", "two")]
+    Supervisor([children], stream=output, colour=True, policy=QUICK).run()
+    assert "\x1b[36mapi    | \x1b[0mone\n" in output.getvalue()
+    assert "\x1b[33mworker | \x1b[0mtwo\n" in output.getvalue()
+
+
+def test_a_child_outlives_the_thread_that_asked_for_it() -> None:
+    """The leash is tied to the process, not to whichever thread called `spawn`."""
+    started: list[subprocess.Popen[bytes]] = []
+    argv = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"]
+    thread = threading.Thread(target=lambda: started.append(leash.spawn(argv, stdout=subprocess.PIPE)))
+    thread.start()
+    thread.join()
+    with started[0] as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+            assert process.poll() is None
+            assert os.getpgid(process.pid) == process.pid
+        finally:
+            process.kill()
+
+
+def test_a_program_that_does_not_exist_is_reported_by_name(output: io.StringIO) -> None:
+    """The reason of a failed start is among the child's last lines."""
+    supervisor = Supervisor([[Child(name="flower", argv=["/nonexistent/program"])]], stream=output, policy=QUICK)
+    assert supervisor.run() == 1
+    assert "cannot run /nonexistent/program: No such file or directory" in output.getvalue()
+
+
+# --- the supervisor as a process of its own
+
+DRIVER = """
+import sys
+from pathlib import Path
+sys.path[:0] = [{root!r}]
+from tests.integration.test_supervisor import service
+from tasks.supervisor import Supervisor
+folder = Path(sys.argv[1])
+children = [service(folder, "state"), service(folder, "worker", *sys.argv[2:], grace_s=600)]
+supervisor = Supervisor([[child] for child in children])
+sys.exit(supervisor.run(on_ready=lambda: print("ready", flush=True)))
+"""
+
+
+def supervise(folder: Path, *mode: str) -> subprocess.Popen[str]:
+    """A supervisor process with the children `state` and `worker`, once both are ready."""
+    code = textwrap.dedent(DRIVER).format(root=str(ROOT))
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder), *mode], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "ready\n":
+            return process
+    raise AssertionError(f"the supervisor ended with {process.wait()} before it was ready")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_the_children_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C, SIGTERM and a closed terminal all end in an orderly stop with exit code 0."""
+    with supervise(tmp_path) as process:
+        process.send_signal(number)
+        process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert stopped(tmp_path) == ["worker", "state"]
+    assert not is_running(pid_of(tmp_path, "worker"))
+    assert not is_running(pid_of(tmp_path, "state"))
+
+
+def test_a_second_interrupt_kills(tmp_path: Path) -> None:
+    """Whoever presses Ctrl-C twice does not wait for a drain of ten minutes."""
+    with supervise(tmp_path, "stubborn") as process:
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: stopped(tmp_path) == ["worker"], description="the worker to get SIGTERM")
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert not is_running(pid_of(tmp_path, "worker"))
+    assert not is_running(pid_of(tmp_path, "state"))
+
+
+def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
+    """kill -9 of the supervisor leaves no process behind."""
+    with supervise(tmp_path, "stubborn") as process:
+        pids = [pid_of(tmp_path, name) for name in ("state", "worker")]
+        assert all(map(is_running, pids))
+        process.kill()
+        process.wait()
+        wait_until(lambda: not any(map(is_running, pids)), description="the children to die")

@@ -1,0 +1,174 @@
+"""`genpool up`, the whole of it: a request through every process, deaths of each, and an end without leftovers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pool.store.server import socket_path
+from tests.processes import descendants, is_running
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+
+
+class Up:
+    """A running `genpool up` of a user of its own, with one tiny model."""
+
+    def __init__(self, folder: Path) -> None:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("GENPOOL_")}
+        self.folder = folder / "state"
+        self.environment = {
+            **inherited,
+            "PYTHONPATH": str(ROOT),
+            "GENPOOL_STATE__FOLDER": str(self.folder),
+            "GENPOOL_MODELS__SMOLLM2_135M_INSTRUCT__ENABLED": "false",
+            "GENPOOL_MODELS__TINY__SOURCE": "random:1",
+        }
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "genpool.py"), "up", "--port", "0"],
+            env=self.environment,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        ready = wait_until(self._ready_line, description="the ready line", timeout_s=60)
+        assert "serves tiny" in ready
+        self.port = int(ready.split("http://127.0.0.1:")[1].split("/")[0])
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as stdout:
+            self.lines.extend(stdout)
+
+    def _ready_line(self) -> str:
+        assert self.process.poll() is None, "".join(self.lines)
+        return next((line for line in list(self.lines) if line.startswith("genpool is ready")), "")
+
+    def children(self, words: str) -> list[int]:
+        """The direct children whose command line holds `words`."""
+        return [
+            pid
+            for pid, command in descendants(self.process.pid).items()
+            if words in command and parent_of(pid) == self.process.pid and is_running(pid)
+        ]
+
+    def kill(self, words: str) -> None:
+        """Kill the one such child and wait for its successor."""
+        (victim,) = self.children(words)
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: self.children(words) not in ([], [victim]), description=f"a new {words}")
+
+    def ask(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
+        """Status and body; (0, b"") when nobody answers."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(
+                method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException):
+            return 0, b""
+        finally:
+            connection.close()
+
+    def text(self) -> str:
+        """The answer to one fixed, seeded request."""
+        status, body = self.ask(
+            "POST", "/v1/responses", {"model": "tiny", "input": "Hello", "max_output_tokens": 8, "temperature": 0}
+        )
+        assert status == 200, body
+        return str(json.loads(body)["output"][0]["content"][0]["text"])
+
+    def end(self) -> None:
+        """Make sure that it is gone."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(timeout=10)
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process, 0 when it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Up]:
+    """A running genpool."""
+    running = Up(tmp_path)
+    try:
+        yield running
+    finally:
+        running.end()
+
+
+def test_it_serves_survives_every_death_and_leaves_nothing(up: Up) -> None:
+    """State server, worker and API are killed one after the other; each time the same request gets the same answer."""
+    expected = up.text()
+    for words in ("valkey-server", "celery", "gunicorn"):
+        up.kill(words)
+        wait_until(lambda: up.ask("GET", "/readyz")[0] == 200, description="readiness", timeout_s=60)
+        assert up.text() == expected
+    everything = descendants(up.process.pid)
+    assert len(everything) >= 4
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(timeout=60) == 0
+    assert not [command for pid, command in everything.items() if is_running(pid)]
+    assert not socket_path(up.folder).exists()
+    assert sorted(path.name for path in up.folder.iterdir()) == ["appendonlydir", "server.lock", "valkey.log"]
+
+
+def test_a_killed_supervisor_takes_everything_along(up: Up) -> None:
+    """No process outlives it, gunicorn's own children included, and the next one can start on the same folder."""
+    everything = descendants(up.process.pid)
+    assert len(everything) >= 4
+    up.process.kill()
+    up.process.wait()
+    wait_until(
+        lambda: not [command for pid, command in everything.items() if is_running(pid)],
+        description="all processes to end",
+        timeout_s=20,
+    )
+    again = Up(up.folder.parent)
+    try:
+        assert again.text()
+    finally:
+        again.process.send_signal(signal.SIGTERM)
+        assert again.process.wait(timeout=60) == 0
+        again.end()
+
+
+def test_a_second_one_on_the_same_folder_is_refused(up: Up) -> None:
+    """One state server a folder; the first goes on."""
+    second = subprocess.run(
+        [sys.executable, str(ROOT / "genpool.py"), "up", "--port", "0"],
+        env=up.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert second.returncode == 1
+    assert second.stderr == (
+        f"Error: The state folder {up.folder} is in use by another genpool (process {up.process.pid}).\n"
+    )
+    assert up.ask("GET", "/readyz")[0] == 200

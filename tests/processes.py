@@ -1,0 +1,41 @@
+"""Looking at processes in tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process lives. One that has ended but was not yet collected by its parent counts as ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return not Path("/proc/self").exists()  # without /proc, the signal's answer is the best there is
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Processes below `pid` and their command lines (Linux: read from /proc)."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it ended while we looked
+    below, found = {pid}, {}
+    while below:
+        below = {child for child, parent in parents.items() if parent in below}
+        found |= {child: _command_line(child) for child in below}
+    return found
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except OSError:
+        return ""

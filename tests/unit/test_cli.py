@@ -1,0 +1,279 @@
+"""The command line without any process behind it: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from genpool import cli
+from pool.errors import InvalidRequest, UnknownModel
+from pool.store.server import StateServer
+from tasks import launch
+from tasks.config import Settings, load_configuration
+from tasks.config_docs import markdown
+from tasks.job_commands import build_request
+from workers.weights import SOURCES
+
+SHIPPED = "smollm2-135m-instruct"
+
+
+@pytest.fixture(autouse=True)
+def private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file, variable or folder of the user's takes part."""
+    for name in os.environ:
+        if name.startswith("GENPOOL_") and name != "GENPOOL_VALKEY_SERVER":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments: str) -> Result:
+    """Run the command; an unexpected exception fails the test."""
+    result = CliRunner().invoke(cli, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def settings_of(toml: str = "") -> Settings:
+    """Settings of a file with this content."""
+    Path("genpool.toml").write_text(toml)
+    return load_configuration(environ={}).settings
+
+
+def test_config_prints_every_value_with_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line a field; secrets are masked."""
+    monkeypatch.setenv("GENPOOL_SERVER__PORT", "9000")
+    monkeypatch.setenv("GENPOOL_STATE__URL", "redis://:secret@h")
+    lines = run("config").stdout.splitlines()
+    assert "server.port = 9000  # GENPOOL_SERVER__PORT" in lines
+    assert 'state.url = "redis://***@h"  # GENPOOL_STATE__URL' in lines
+    assert "server.threads = 256  # default" in lines
+    assert len(lines) == len(load_configuration().effective())
+
+
+def test_config_as_json() -> None:
+    """The same for programs."""
+    entries = json.loads(run("config", "--json").stdout)
+    assert {"field": "server.port", "value": 8000, "origin": "default"} in entries
+
+
+def test_config_as_markdown_is_the_documentation() -> None:
+    """It does not depend on what is configured here."""
+    assert run("config", "--markdown").stdout == markdown()
+
+
+def test_the_config_option_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wins over ./genpool.toml, and processes started from here see the same file."""
+    monkeypatch.setenv("GENPOOL_CONFIG", "")
+    (tmp_path / "genpool.toml").write_text("[server]\nport = 1")
+    (tmp_path / "other.toml").write_text("[server]\nport = 2")
+    assert f"server.port = 2  # {tmp_path / 'other.toml'}" in run("--config", "other.toml", "config").stdout
+    assert os.environ["GENPOOL_CONFIG"] == str(tmp_path / "other.toml")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["up", "--port", "x"], ["submit"], ["config", "--json", "--markdown"], ["status"]]
+)
+def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
+    """As everywhere on the command line."""
+    assert run(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("command", [["config"], ["up"], ["worker", SHIPPED], ["submit", "x"], ["models", "list"]])
+def test_a_bad_setting_is_one_line_on_stderr(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command checks the settings first."""
+    monkeypatch.setenv("GENPOOL_SERVER__PORT", "70000")
+    result = run(*command)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr == (
+        "Error: server.port = 70000 (from GENPOOL_SERVER__PORT): should be less than or equal to 65535\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["submit", "status", "cancel", "tail"])
+def test_job_commands_need_a_state_server(command: str, tmp_path: Path) -> None:
+    """Without one they say how to start it."""
+    result = run(command, "x")
+    assert result.exit_code == 1
+    assert result.stderr == f"Error: No state server runs for {tmp_path}/state/genpool. Start one: genpool up\n"
+
+
+def test_a_named_state_server_that_is_away_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hint fits the configuration."""
+    monkeypatch.setenv("GENPOOL_STATE__URL", "unix://:secret@/nonexistent.sock")
+    result = run("submit", "x")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: No state server answers at unix://***@/nonexistent.sock (state.url).\n"
+
+
+def test_up_refuses_a_port_that_is_taken() -> None:
+    """Before anything starts."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = run("up", "--port", str(taken.getsockname()[1]))
+    assert result.exit_code == 1
+    assert "cannot be used: Address already in use. Choose another one." in result.stderr
+
+
+def test_up_refuses_a_port_of_flower_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state folder is not touched."""
+    monkeypatch.setenv("GENPOOL_MODELS__SMOLLM2_135M_INSTRUCT__ENABLED", "false")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = run("up", "--port", "0", "--flower", "--flower-port", port)
+    assert result.exit_code == 1
+    assert f"Port {port} of 127.0.0.1 cannot be used" in result.stderr
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    "command", [["worker", "nowhere"], ["models", "pull", "nowhere"], ["submit", "x", "--model", "nowhere"]]
+)
+def test_an_unknown_model_is_named_with_the_known_ones(command: list[str]) -> None:
+    """A typing mistake is seen at once."""
+    result = run(*command)
+    assert result.exit_code == 1
+    assert result.stderr == f"Error: No model is named nowhere. Known: {SHIPPED}.\n"
+
+
+def test_a_disabled_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known, and the reason is given."""
+    monkeypatch.setenv("GENPOOL_MODELS__SMOLLM2_135M_INSTRUCT__ENABLED", "false")
+    assert "is disabled in the configuration" in run("worker", SHIPPED).stderr
+    assert "No model is enabled" in run("submit", "x").stderr
+
+
+def test_models_are_listed_with_cache_size_and_licence(tmp_path: Path) -> None:
+    """One row a model, own files and generated weights included."""
+    (tmp_path / "own.gguf").write_bytes(b"x" * 2**20)
+    (tmp_path / "genpool.toml").write_text(
+        f'[models.own]\nsource = "{tmp_path}/own.gguf"\nenabled = false\n[models.tiny]\nsource = "random:1"'
+    )
+    rows = {line.split()[0]: line.split()[2:] for line in run("models", "list").stdout.splitlines()}
+    assert rows["NAME"] == ["CACHED", "SIZE", "LICENCE", "ENABLED"]
+    assert rows[SHIPPED] == ["no", "94", "MiB", "Apache-2.0", "yes"]
+    assert rows["own"] == ["yes", "1", "MiB", "-", "no"]
+    assert rows["tiny"] == ["-", "-", "-", "yes"]
+
+
+def test_pull_prints_where_the_weights_are(tmp_path: Path) -> None:
+    """Weights made in code need none."""
+    (tmp_path / "own.gguf").write_bytes(b"x")
+    toml = f'[models.own]\nsource = "{tmp_path}/own.gguf"\n[models.tiny]\nsource = "random:1"'
+    (tmp_path / "genpool.toml").write_text(toml)
+    assert run("models", "pull", "own", "tiny").stdout == f"own: {tmp_path}/own.gguf\n"
+
+
+def test_pull_of_a_missing_file_fails_by_name(tmp_path: Path) -> None:
+    """The known sources are offered."""
+    (tmp_path / "genpool.toml").write_text('[models.own]\nsource = "/nonexistent.gguf"')
+    result = run("models", "pull", "own")
+    assert result.exit_code == 1
+    assert (
+        result.stderr
+        == f"Error: No weights at /nonexistent.gguf: it is neither a file nor one of {', '.join(SOURCES)}.\n"
+    )
+
+
+# --- what is asked for, and what is started
+
+
+def test_a_prompt_becomes_one_user_turn() -> None:
+    """Unset options stay unset; the first enabled model is the default."""
+    settings = settings_of()
+    request = build_request(settings, "Hello", model=None, max_tokens=None, temperature=None, seed=None)
+    assert (request.model, request.max_tokens, request.sampling.seed, request.sampling.temperature) == (
+        SHIPPED,
+        None,
+        None,
+        1.0,
+    )
+    assert request.prompt.model_dump() == {"type": "chat", "messages": ({"role": "user", "content": "Hello"},)}
+    request = build_request(settings, "Hello", model=SHIPPED, max_tokens=5, temperature=0.0, seed=7)
+    assert (request.max_tokens, request.sampling.temperature, request.sampling.seed) == (5, 0.0, 7)
+
+
+def test_a_prompt_that_is_no_text_is_refused_without_quoting_it() -> None:
+    """Prompts stay out of error messages."""
+    with pytest.raises(InvalidRequest) as caught:
+        build_request(settings_of(), "private \udc80", model=None, max_tokens=None, temperature=None, seed=None)
+    assert "private" not in str(caught.value)
+
+
+def test_without_an_enabled_model_there_is_no_default() -> None:
+    """The error says so."""
+    with pytest.raises(UnknownModel, match="No model is enabled"):
+        build_request(
+            settings_of(f"[models.{SHIPPED}]\nenabled = false"),
+            "x",
+            model=None,
+            max_tokens=None,
+            temperature=None,
+            seed=None,
+        )
+
+
+def test_everything_starts_before_the_api_and_stops_after_it(tmp_path: Path) -> None:
+    """State server, Flower, one worker per enabled model, API; a disabled model has no worker."""
+    settings = settings_of('[models.tiny]\nsource = "random:1"\n[models.off]\nsource = "random:2"\nenabled = false')
+    server = StateServer(tmp_path / "folder")
+    try:
+        plan = launch.stages(settings, server=server, port=8000, flower_port=5555)
+        names = [[child.name for child in stage] for stage in plan]
+        assert names == [["state"], ["flower"], [f"worker {SHIPPED}", "worker tiny"], ["api"]]
+    finally:
+        server.release()
+
+
+def test_a_state_server_elsewhere_is_not_started() -> None:
+    """Nor is Flower when nobody asked for it."""
+    settings = settings_of('[state]\nurl = "redis://elsewhere"')
+    assert launch.embedded_server(settings) is None
+    plan = launch.stages(settings, server=None, port=8000, flower_port=None)
+    assert [[child.name for child in stage] for stage in plan] == [[f"worker {SHIPPED}"], ["api"]]
+
+
+def test_a_worker_gets_its_threads_before_it_imports_anything() -> None:
+    """BLAS libraries read their variables once."""
+    settings = settings_of(f"[models.{SHIPPED}]\nthreads = 3")
+    child = launch.worker_child(settings, SHIPPED)
+    assert {child.env[name] for name in launch.THREAD_VARIABLES} == {"3"}
+    automatic = int(launch.worker_child(settings_of(), SHIPPED).env["OMP_NUM_THREADS"])
+    assert 1 <= automatic <= 4
+
+
+def test_a_worker_may_drain_before_it_is_killed() -> None:
+    """The supervisor's patience is longer than the drain grace."""
+    settings = settings_of("[worker]\ndrain_grace_seconds = 100")
+    assert launch.worker_child(settings, SHIPPED).stop_grace_s > 100
+
+
+def test_a_worker_consumes_its_models_queue_under_a_name_of_its_own() -> None:
+    """-Q and -n follow the model; options are passed on."""
+    argv = launch.worker_argv(SHIPPED, concurrency=4, name="second@here")
+    assert argv[argv.index("-Q") + 1] == SHIPPED
+    assert argv[argv.index("-n") + 1] == "second@here"
+    assert argv[argv.index("--concurrency") + 1] == "4"
+    assert f"{SHIPPED}@%h" in launch.worker_argv(SHIPPED)
+
+
+def test_a_url_with_an_ipv6_address_has_brackets() -> None:
+    """As URLs want it."""
+    assert launch.base_url("::1", 80) == "http://[::1]:80"
+    assert launch.base_url("127.0.0.1", 80) == "http://127.0.0.1:80"
+
+
+def test_port_0_is_replaced_by_a_free_one() -> None:
+    """The address printed at the end must be the real one."""
+    assert launch.claim_port("127.0.0.1", 0) > 0

@@ -1,0 +1,329 @@
+"""One node as a process: errors of HTTP itself, probes, metrics, slow and oversize senders, start and stop."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai as sdk
+import pytest
+from flask import Flask
+from flask.testing import FlaskClient
+
+from tests.waiting import wait_until
+from tests.webapp.api_process import ROOT, ApiProcess
+from tests.webapp.playing_worker import MODEL, PlayingWorker
+from webapp.sockets import ReadDeadlines, client_gone
+
+pytestmark = pytest.mark.usefixtures("worker")
+
+BODY = {"model": MODEL, "input": "hi"}
+
+
+# --- errors and ids
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "unknown_url"),
+        ("GET", "//v1/models", 404, "unknown_url"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("BREW", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/models/nope", 404, "unknown_model"),
+        ("POST", "/v1/responses", 415, "unsupported_media_type"),
+    ],
+)
+def test_every_error_has_the_one_shape(raw: httpx.Client, method: str, path: str, status: int, code: str) -> None:
+    """Flask's own errors look like ours."""
+    answer = raw.request(method, path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == code
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert answer.headers["content-type"] == "application/json"
+    if status == 405:
+        assert "GET" in answer.headers["allow"]
+
+
+def test_a_bug_is_a_500_that_tells_nothing(app: Flask, caplog: pytest.LogCaptureFixture) -> None:
+    """An unexpected exception shows neither its text nor a value to the client or the log, only its place."""
+    text = "".join(["CAN", "ARY"])
+
+    @app.get("/broken")
+    def broken() -> str:
+        raise RuntimeError(text)
+
+    answer = app.test_client().get("/broken")
+    assert (answer.status_code, answer.get_json()["error"]["code"]) == (500, "internal_error")
+    assert answer.headers["x-should-retry"] == "false"
+    assert "CANARY" not in answer.text
+    assert "CANARY" not in "".join(record.getMessage() for record in caplog.records if record.name == "genpool.webapp")
+    assert "RuntimeError" in caplog.text and "broken" in caplog.text
+
+
+def test_request_ids_come_back_when_they_are_safe(http: FlaskClient) -> None:
+    """The caller's own id is repeated; anything that could break a log line or is too long is replaced."""
+    assert http.get("/healthz", headers={"x-request-id": "trace-1:a/b"}).headers["x-request-id"] == "trace-1:a/b"
+    for unsafe in ("x" * 129, "a b", "ä", "", "{}"):
+        given = http.get("/nowhere", headers={"x-request-id": unsafe}).headers["x-request-id"]
+        assert re.fullmatch(r"req_[0-9a-f]{32}", given)
+
+
+# --- probes and catalogue
+
+
+def test_models_are_those_that_are_enabled(http: FlaskClient) -> None:
+    """OpenAI's list shape, and one model by name."""
+    answer = http.get("/v1/models").get_json()
+    assert (answer["object"], [model["id"] for model in answer["data"]]) == ("list", [MODEL])
+    assert http.get(f"/v1/models/{MODEL}").get_json()["object"] == "model"
+    assert http.get("/v1/models/disabled").status_code == 404
+
+
+def test_ready_names_what_is_missing(http: FlaskClient, worker: PlayingWorker) -> None:
+    """No worker, a wrong memory policy: each is named; alive it is all the same."""
+    assert http.get("/readyz").get_json() == {"status": "ready"}
+    worker.client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        worker.registry.retire(worker.rank, "life-1")
+        answer = http.get("/readyz")
+    finally:
+        worker.client.config_set("maxmemory-policy", "noeviction")
+    assert answer.status_code == 503
+    missing = answer.get_json()["missing"]
+    assert f"a worker for model {MODEL}" in missing
+    assert any("noeviction" in item and "allkeys-lru" in item for item in missing)
+    assert answer.get_json()["error"]["code"] == "not_ready"
+    assert http.get("/healthz").get_json() == http.get("/health").get_json() == {"status": "ok"}
+
+
+# --- metrics
+
+
+def samples(text: str) -> dict[str, float]:
+    """Every sample of a scrape."""
+    lines = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
+
+
+def test_counters_are_the_same_on_every_process(node: ApiProcess) -> None:
+    """Whichever process answers a scrape, the sum over all is shown; killing one takes nothing away."""
+    name = 'genpool_http_request_total{method="GET",status="200"}'
+    before = samples(httpx.get(f"{node.base_url}/metrics").text).get(name, 0)
+    for _ in range(40):
+        assert httpx.get(f"{node.base_url}/v1/models").status_code == 200
+    seen = {samples(httpx.get(f"{node.base_url}/metrics").text)[name] for _ in range(12)}
+    assert seen == {before + 40}
+    pids = children(node)
+    assert len(pids) == 2
+    subprocess.run(["kill", "-9", pids[0]], check=True)
+    wait_until(lambda: len(children(node)) == 2 and pids[0] not in children(node), description="a new process")
+    assert samples(httpx.get(f"{node.base_url}/metrics").text)[name] == before + 40
+
+
+def children(node: ApiProcess) -> list[str]:
+    """Process ids of the node's workers."""
+    assert node.process is not None
+    return Path(f"/proc/{node.process.pid}/task/{node.process.pid}/children").read_text().split()
+
+
+def test_strangers_cannot_add_series(http: FlaskClient) -> None:
+    """Unknown paths, ids, models and methods share the series that exist."""
+    for place in ("/v1/models", "/nowhere", f"/v1/responses/resp_{MODEL}.0_{'0' * 32}"):
+        http.get(place)
+        http.open(place, method="BREW0")
+    http.post("/v1/responses", json={**BODY, "model": "nope"})
+    before = set(samples(http.get("/metrics").text))
+    for i in range(50):
+        http.get(f"/nowhere/{i}")
+        http.open(f"/nowhere/{i}", method=f"BREW{i}")
+        http.get(f"/v1/responses/resp_{MODEL}.0_{i:032x}")
+        http.post("/v1/responses", json={**BODY, "model": f"nope{i}"})
+    assert set(samples(http.get("/metrics").text)) == before
+
+
+def test_depth_gauges_follow_the_queue(http: FlaskClient, worker: PlayingWorker) -> None:
+    """Queued and running jobs of each model, back to 0 when they end."""
+
+    def depth() -> tuple[float, float]:
+        found = samples(http.get("/metrics").text)
+        return found[f'genpool_jobs_queued{{model="{MODEL}"}}'], found[f'genpool_jobs_running{{model="{MODEL}"}}']
+
+    ids = [http.post("/v1/responses", json={**BODY, "background": True}).get_json()["id"] for _ in range(3)]
+    assert depth() == (3, 0)
+    worker.take()
+    assert depth() == (2, 1)
+    for job in ids:
+        assert http.post(f"/v1/responses/{job}/cancel").status_code == 200
+    assert depth() == (0, 0)
+
+
+def test_metrics_work_without_a_state_server(make_app: Callable[..., Flask], tmp_path: Path) -> None:
+    """A scrape says that the state server is away; it does not fail."""
+    app = make_app(f"unix://{tmp_path}/nobody.sock")
+    found = samples(app.test_client().get("/metrics").text)
+    assert found["genpool_state_up"] == 0
+    assert not any(name.startswith("genpool_jobs") for name in found)
+
+
+# --- senders
+
+
+def chunked(node: ApiProcess, body: bytes) -> bytes:
+    """The answer to a body sent in chunks, without a Content-Length."""
+    with socket.create_connection(("127.0.0.1", node.port), timeout=10) as sock:
+        sock.sendall(
+            b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        )
+        for start in range(0, len(body), 1000):
+            piece = body[start : start + 1000]
+            sock.sendall(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+        sock.sendall(b"0\r\n\r\n")
+        return b"".join(iter(lambda: sock.recv(65536), b""))
+
+
+def test_chunked_bodies_have_the_same_limit(narrow_node: ApiProcess, worker: PlayingWorker) -> None:
+    """At the limit a chunked body is read whole; one byte over, it is a 413, also when the surplus is only blanks."""
+    node = narrow_node
+    body = json.dumps({**BODY, "background": True}).encode()
+    assert b" 200 " in chunked(node, body.ljust(4096)).splitlines()[0]
+    too_large = chunked(node, body.ljust(4097))
+    assert b" 413 " in too_large.splitlines()[0]
+    assert b'"code":"request_too_large"' in too_large
+    assert b" 413 " in chunked(node, body.ljust(9000)).splitlines()[0]
+    oversize = httpx.post(
+        f"{node.base_url}/v1/responses", content=b" " * 4097, headers={"Content-Type": "application/json"}
+    )
+    assert oversize.status_code == 413
+    assert worker.held == 1
+
+
+def test_a_head_or_body_that_never_ends_is_cut() -> None:
+    """Whoever reads from a silent connection past its deadline sees an end of file; others are left alone."""
+    deadlines = ReadDeadlines()
+    slow, silent_client = socket.socketpair()
+    quick, _quick_client = pair = socket.socketpair()
+    with slow, silent_client, pair[0], pair[1], ThreadPoolExecutor() as pool:
+        deadlines.begin(slow, limit_s=0)
+        deadlines.begin(quick, limit_s=60)
+        read = pool.submit(slow.recv, 1)
+        assert deadlines.cut_overdue() == 1
+        assert read.result(timeout=5) == b""
+        deadlines.end(quick)
+        assert deadlines.cut_overdue() == 0
+
+
+def test_half_a_head_does_not_hold_a_thread(start_node: Callable[..., ApiProcess]) -> None:
+    """A node with one thread serves again once the limit for a request's head is over."""
+    node = start_node("-k", "tests.webapp.hasty_worker.HastyWorker", SERVER__THREADS="1")
+    with socket.create_connection(("127.0.0.1", node.port), timeout=40) as sock:
+        sock.sendall(b"GET /healthz HTTP/1.1\r\nHost:")
+        assert sock.recv(1) == b""
+    assert httpx.get(f"{node.base_url}/healthz", timeout=10).status_code == 200
+
+
+def test_a_closed_connection_is_noticed_and_a_pipelined_one_is_not() -> None:
+    """Looking takes no byte away."""
+    server, client = socket.socketpair()
+    with server:
+        assert not client_gone(server)
+        client.sendall(b"GET")
+        assert not client_gone(server)
+        assert server.recv(3) == b"GET"
+        client.close()
+        assert client_gone(server)
+    assert client_gone(server)
+    assert not client_gone(None)
+
+
+def test_waiting_requests_leave_threads_for_probes(
+    start_node: Callable[..., ApiProcess], worker: PlayingWorker
+) -> None:
+    """When all places for waiting are taken, one more is a 503 that left nothing behind; polls and probes work on."""
+    node = start_node(SERVER__THREADS="2")
+    with node.openai() as client:
+        stream = client.responses.create(model=MODEL, input="Wait", stream=True)
+        next(stream)
+        with pytest.raises(sdk.InternalServerError) as busy:
+            client.responses.create(model=MODEL, input="One more")
+        assert busy.value.code == "too_many_waiting"
+        assert busy.value.response.headers["retry-after"] == "1"
+        assert worker.held == 1
+        assert httpx.get(f"{node.base_url}/healthz").status_code == 200
+        stream.close()
+        wait_until(lambda: worker.held == 0, description="the stream's job to be cancelled")
+        with worker.answering("x"):
+            assert client.responses.create(model=MODEL, input="Now").output_text == "x"
+
+
+# --- start and stop
+
+
+def test_prompts_are_in_no_log(node: ApiProcess, raw: httpx.Client, worker: PlayingWorker) -> None:
+    """Neither good nor refused requests leave their text in the node's output."""
+    with worker.answering("ZQ-CANARY-answer"):
+        raw.post("/v1/responses", json={**BODY, "input": "ZQ-CANARY-17"})
+    raw.post("/v1/responses", json={**BODY, "input": "ZQ-CANARY-17", "bogus": 1})
+    raw.post("/v1/responses?key=ZQ-CANARY-17", content=b'{"ZQ-CANARY-17')
+    assert "CANARY" not in node.log()
+
+
+def test_sigterm_cuts_streams_and_answers_waits_without_cancelling(
+    start_node: Callable[..., ApiProcess], other_node: ApiProcess, worker: PlayingWorker
+) -> None:
+    """A stopping node breaks Responses streams, which go on elsewhere; chat streams say so; waits get a job's id."""
+    node = start_node()
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    with node.openai() as client, httpx.Client(base_url=node.base_url, timeout=20) as raw, ThreadPoolExecutor() as pool:
+        stream = client.responses.create(model=MODEL, input="Tell", stream=True)
+        first = next(stream)
+        assert first.type == "response.created"
+        waiting = pool.submit(raw.post, "/v1/responses", json=BODY)
+        chatting = pool.submit(raw.post, "/v1/chat/completions", json=chat)
+        wait_until(lambda: worker.held == 3, description="all jobs to be queued")
+        assert node.process is not None
+        node.process.send_signal(signal.SIGTERM)
+        with pytest.raises(sdk.APIConnectionError):
+            list(stream)
+        stopped = waiting.result()
+        assert (stopped.status_code, stopped.headers["x-should-retry"]) == (503, "false")
+        assert stopped.json()["error"]["code"] == "node_stopping"
+        assert '"code":"node_stopping"' in chatting.result().text
+        assert chatting.result().text.endswith("data: [DONE]\n\n")
+    assert node.stop() == 0
+    assert worker.held == 3
+    with worker.answering("x"), other_node.openai() as elsewhere:
+        events = list(elsewhere.responses.retrieve(first.response.id, stream=True, starting_after=0))
+        assert events[-1].type == "response.completed"
+        wait_until(lambda: worker.held == 0, description="the other jobs")
+        assert elsewhere.responses.retrieve(stopped.json()["id"]).output_text == "x"
+
+
+def test_other_addresses_than_loopback_are_refused(redis_url: str, tmp_path: Path) -> None:
+    """Without API keys nobody but this machine may connect, however the address was given."""
+    environment = {
+        "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "GENPOOL_STATE__URL": redis_url, "TMPDIR": str(tmp_path),
+    }  # fmt: skip
+
+    def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "gunicorn", "-c", "python:webapp.gunicorn_conf", *arguments]
+        return subprocess.run(
+            [*argv, "webapp.app:create_app()"], check=False, cwd=tmp_path, env=environment | variables,
+            capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+
+    by_argument = start("-b", "0.0.0.0:0")
+    assert by_argument.returncode != 0
+    assert "API keys are not supported yet" in by_argument.stderr
+    by_setting = start(GENPOOL_SERVER__HOST="192.0.2.1")
+    assert by_setting.returncode != 0
+    assert "server.host" in by_setting.stderr and "loopback" in by_setting.stderr

@@ -1,0 +1,242 @@
+"""Waiting: lost hints, cut connections, a state server that goes away. Never a hang, never a connection a waiter."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from flask import Flask
+
+from pool.errors import JobUnknown
+from pool.rules import jobs
+from pool.store.connection import Client
+from pool.store.delivery import Write
+from pool.store.ids import parse_ref
+from pool.store.log import LogEntry
+from pool.store.server import StateServer
+from tests.waiting import wait_until
+from tests.webapp.api_process import ApiProcess
+from tests.webapp.playing_worker import MODEL, PlayingWorker
+from webapp.node import CONNECTIONS, Node
+from webapp.waits import Waiter
+
+BODY = {"model": MODEL, "input": "hi"}
+
+
+@pytest.fixture
+def own_state(tmp_path: Path) -> Iterator[StateServer]:
+    """A state server that the test may stop and start."""
+    with StateServer(tmp_path / "own-state") as server:
+        yield server
+
+
+@pytest.fixture
+def own_worker(own_state: StateServer) -> Iterator[PlayingWorker]:
+    """A worker on it."""
+    worker = PlayingWorker(own_state.url)
+    worker.register()
+    yield worker
+    worker.close()
+
+
+def node_of(app: Flask) -> Node:
+    """What an application holds."""
+    node: Node = app.extensions["genpool"]
+    return node
+
+
+def post_in_thread(pool: ThreadPoolExecutor, app: Flask) -> Callable[[], tuple[int, str]]:
+    """A synchronous request under way; calling the result waits for (status, text)."""
+    answer = pool.submit(lambda: app.test_client().post("/v1/responses", json=BODY))
+
+    def result() -> tuple[int, str]:
+        response = answer.result(timeout=20)
+        body = response.get_json()
+        return response.status_code, body["output"][0]["content"][0]["text"] if "output" in body else str(body)
+
+    return result
+
+
+def test_a_lost_hint_costs_seconds_at_most(app: Flask, worker: PlayingWorker) -> None:
+    """The slow poll finds an end that nobody told of."""
+    with ThreadPoolExecutor() as pool:
+        result = post_in_thread(pool, app)
+        worker.hints = False
+        turn = worker.take()
+        worker.say(turn, "found")
+        worker.finish(turn)
+        assert result() == (200, "found")
+
+
+@pytest.mark.parametrize("kind", ["pubsub", "normal"])
+def test_cut_connections_are_made_again(app: Flask, worker: PlayingWorker, client: Client, kind: str) -> None:
+    """Killing all connections of a kind in the middle of a wait loses nothing."""
+    with ThreadPoolExecutor() as pool:
+        result = post_in_thread(pool, app)
+        turn = worker.take()
+        wait_until(lambda: client.pubsub_channels("gp:node:*"), description="the subscription")
+        worker.client.connection_pool.disconnect()
+        client.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
+        worker.delivery.writer.connection_pool.disconnect()
+        worker.say(turn, "still ")
+        worker.say(turn, "here")
+        worker.finish(turn)
+        assert result() == (200, "still here")
+    wait_until(lambda: len(node_of(app).waits) == 0, description="no waiter to be left")
+
+
+def test_a_state_server_that_restarts_answers_its_waiters(
+    make_app: Callable[..., Flask], own_state: StateServer, own_worker: PlayingWorker
+) -> None:
+    """A wait outlives a restart of the state server."""
+    app = make_app(own_state.url)
+    with ThreadPoolExecutor() as pool:
+        result = post_in_thread(pool, app)
+        turn = own_worker.take()
+        own_worker.say(turn, "before ")
+        own_state.stop()
+        own_worker.client.connection_pool.disconnect()
+        own_worker.delivery.writer.connection_pool.disconnect()
+        own_state.start()
+        own_worker.say(turn, "after")
+        own_worker.finish(turn)
+        assert result() == (200, "before after")
+
+
+def test_without_a_state_server_nothing_is_accepted_and_nothing_hangs(
+    make_app: Callable[..., Flask], tmp_path: Path
+) -> None:
+    """A 503 that may be sent again; polls say the same."""
+    http = make_app(f"unix://{tmp_path}/nobody.sock").test_client()
+    for answer in (
+        http.post("/v1/responses", json=BODY),
+        http.post("/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "user", "content": "x"}]}),
+        http.get(f"/v1/responses/resp_{MODEL}.0_{'0' * 32}"),
+        http.post(f"/v1/responses/resp_{MODEL}.0_{'0' * 32}/cancel"),
+    ):
+        assert (answer.status_code, answer.get_json()["error"]["code"]) == (503, "state_unavailable")
+        assert answer.headers["retry-after"] == "1"
+    ready = http.get("/readyz")
+    assert ready.status_code == 503
+    assert ready.get_json()["missing"] == ["state server (The state server cannot be reached)"]
+
+
+def test_an_abandoned_job_is_cancelled_when_the_state_server_is_back(
+    make_app: Callable[..., Flask], own_state: StateServer, own_worker: PlayingWorker
+) -> None:
+    """A job that nobody will read does not stay, even when it cannot be cancelled right away."""
+    app = make_app(own_state.url)
+    answer = app.test_client().post("/v1/responses", json={**BODY, "background": True})
+    ref = parse_ref(answer.get_json()["id"])
+    own_state.stop()
+    node = node_of(app)
+    node.waits.abandon(ref)
+    own_state.start()
+    wait_until(lambda: node.store.read(ref).state == jobs.CANCELLED, description="the job to be cancelled")
+    assert own_worker.held == 0
+
+
+def test_a_job_that_disappears_ends_its_waits(app: Flask, worker: PlayingWorker, client: Client) -> None:
+    """A record that is gone is said, in a wait and in a stream."""
+    node = node_of(app)
+    http = app.test_client()
+    ref = parse_ref(http.post("/v1/responses", json={**BODY, "background": True}).get_json()["id"])
+    stream = http.get(f"/v1/responses/{ref}?stream=true", buffered=False)
+    waiter = node.waits.follow(ref, 0)
+    client.delete(worker.keys.job(ref.token))
+    with pytest.raises(JobUnknown):
+        while waiter.next(10) is not None:
+            pass
+    waiter.close()
+    assert '"code":"not_found"' in stream.get_data(as_text=True)
+    with pytest.raises(JobUnknown):
+        node.waits.follow(ref, 0)
+    stream.close()
+    assert len(node.waits) == 0
+
+
+def test_many_waiters_share_few_connections(worker: PlayingWorker, other_node: ApiProcess, client: Client) -> None:
+    """However many requests wait, a process keeps to its handful of connections."""
+
+    def connections() -> int:
+        return len(client.client_list())
+
+    before = connections()
+    opened = threading.Barrier(17)
+    body = {**BODY, "stream": True}
+
+    def stream() -> str:
+        with httpx.stream("POST", f"{other_node.base_url}/v1/responses", json=body, timeout=20) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            opened.wait(timeout=20)
+            return list(lines)[-2]
+
+    with ThreadPoolExecutor(16) as pool:
+        streams = [pool.submit(stream) for _ in range(16)]
+        opened.wait(timeout=20)
+        assert worker.held == 16
+        assert connections() - before <= CONNECTIONS
+        with worker.answering("x"):
+            assert all("response.completed" in future.result(timeout=20) for future in streams)
+
+
+def test_every_reader_of_one_job_hears_everything(app: Flask, worker: PlayingWorker) -> None:
+    """Several waiters of one process on one job, from different places in its log."""
+    http = app.test_client()
+    job = http.post("/v1/responses", json={**BODY, "background": True}).get_json()["id"]
+    turn = worker.take()
+    worker.say(turn, "one ")
+    node = node_of(app)
+    early, late = node.waits.follow(parse_ref(job), 0), node.waits.follow(parse_ref(job), 1)
+    worker.say(turn, "two")
+    worker.finish(turn)
+
+    def heard(waiter: Waiter) -> str:
+        text = ""
+        while True:
+            view = waiter.next(10)
+            assert view is not None
+            text += "".join(entry.text for entry in view.entries)
+            if view.record.terminal:
+                return text
+
+    assert heard(early) == "one two"
+    assert heard(late) == "two"
+    early.close()
+    late.close()
+
+
+def test_what_a_caller_read_itself_does_not_come_again(app: Flask, worker: PlayingWorker) -> None:
+    """A job may have said something, or ended, before its submitter first looks: the waiter goes on from there."""
+    node = node_of(app)
+    ref = parse_ref(app.test_client().post("/v1/responses", json={**BODY, "background": True}).get_json()["id"])
+    turn = worker.take()
+    worker.say(turn, "one ", "two ")
+    waiter = node.waits.open(ref)
+    waiter.arm()
+    waiter.saw(node.store.view(ref))
+    node.store.watch(ref, node.waits.node_id)
+    worker.say(turn, "three")
+    worker.finish(turn)
+    view = waiter.next(10)
+    while view is not None and not view.entries:
+        view = waiter.next(10)
+    assert view is not None and [entry.text for entry in view.entries] == ["three"]
+    waiter.close()
+
+
+def test_a_late_write_after_a_cancel_loses(app: Flask, worker: PlayingWorker) -> None:
+    """What a worker still sends for a cancelled job is refused and shown to nobody."""
+    http = app.test_client()
+    job = http.post("/v1/responses", json={**BODY, "background": True}).get_json()["id"]
+    turn = worker.take()
+    http.post(f"/v1/responses/{job}/cancel")
+    late = Write(turn.handout.lease, 0, (LogEntry(seq=0, choice=0, token_ids=(7,), text="late"),))
+    assert worker.delivery.write([late])[0].code == "stale"
+    answer = http.get(f"/v1/responses/{job}").get_json()
+    assert (answer["status"], answer["output"]) == ("cancelled", [])

@@ -1,0 +1,27 @@
+"""The application factory: `gunicorn -c python:webapp.gunicorn_conf 'webapp.app:create_app()'`."""
+
+from __future__ import annotations
+
+from flask import Flask
+
+from tasks.config import Settings, load_settings
+from webapp.errors import register_errors
+from webapp.metrics import register_metrics
+from webapp.node import EXTENSION, make_node
+from webapp.request_ids import register_request_ids
+from webapp.routes import chat, health, models, responses
+
+
+def create_app(settings: Settings | None = None) -> Flask:
+    """The HTTP API over `settings` (None: the process's own). Starts no thread and opens no connection: that comes with
+    the first request, after any fork. Raises ConfigurationError."""
+    app = Flask("genpool", static_folder=None)
+    app.url_map.merge_slashes = False
+    node = make_node(settings if settings is not None else load_settings())
+    app.extensions[EXTENSION] = node
+    register_request_ids(app)
+    register_errors(app)
+    register_metrics(app, node)
+    for module in (responses, chat, models, health):
+        app.register_blueprint(module.blueprint)
+    return app

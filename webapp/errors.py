@@ -1,0 +1,203 @@
+"""The one place where errors become HTTP answers: status, OpenAI's error shape, and whether a client may resend.
+
+Official clients resend POSTs on 408, 409, 429 and 5xx by themselves. So whatever must not be sent again says
+`x-should-retry: false`, and 429 and 503 with `Retry-After` are only given when nothing stays enqueued.
+
+    every non-2xx body: {"error": {"message", "type", "param", "code"}}, plus "id" and "status" of a job that goes on
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from flask import Flask, Response, jsonify
+from werkzeug.exceptions import HTTPException
+
+from pool.errors import (
+    GenerationFailed,
+    GenpoolError,
+    InvalidRequest,
+    JobNotCancellable,
+    JobUnknown,
+    QueueFull,
+    Refused,
+    StateUnavailable,
+    UnknownModel,
+)
+from pool.rules import jobs
+
+log = logging.getLogger("genpool.webapp")
+
+
+class BodyTooLarge(Refused):
+    """The request body is over the limit."""
+
+    code = "request_too_large"
+
+
+class UnsupportedMediaType(Refused):
+    """The body is not plain JSON."""
+
+    code = "unsupported_media_type"
+
+
+class TooManyWaiting(Refused):
+    """All places for waiting requests of this process are taken."""
+
+    code = "too_many_waiting"
+
+
+class NotReady(GenpoolError):
+    """This node cannot serve everything it should; `missing` names what is not there."""
+
+    code = "not_ready"
+
+    def __init__(self, missing: list[str]) -> None:
+        super().__init__(f"Not ready: {'; '.join(missing)}.")
+        self.missing = missing
+
+
+class ClientGone(GenpoolError):
+    """The client closed its connection; nobody reads this answer."""
+
+    code = "client_closed_request"
+
+
+class StillRunning(GenpoolError):
+    """The wait ended before the job did: the job goes on and can be polled. `state` is the last one seen."""
+
+    def __init__(self, message: str, *, job: str, state: str, code: str, status: int) -> None:
+        super().__init__(message, code=code)
+        self.job = job
+        self.state = state
+        self.status = status
+
+
+#: HTTP status by class; the first match counts.
+_STATUS: tuple[tuple[type[GenpoolError], int], ...] = (
+    (BodyTooLarge, 413),
+    (UnsupportedMediaType, 415),
+    (InvalidRequest, 400),
+    (UnknownModel, 404),
+    (QueueFull, 429),
+    (StateUnavailable, 503),
+    (TooManyWaiting, 503),
+    (NotReady, 503),
+    (JobUnknown, 404),
+    (JobNotCancellable, 400),
+    (ClientGone, 499),
+)
+
+#: HTTP status of a generation that was accepted and did not complete, by the code in its record; else 500.
+_FAILURE_STATUS = {
+    "cancelled": 409,
+    "context_length_exceeded": 400,
+    "deadline_exceeded": 504,
+    "invalid_request": 400,
+    "kv_budget_exceeded": 400,
+}
+
+_HTTP_CODES = {
+    400: "bad_request",
+    404: "unknown_url",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An error answer before it is a Flask response."""
+
+    status: int
+    error: dict[str, Any]
+    headers: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def response(self) -> Response:
+        """The answer for Flask."""
+        response = jsonify({"error": self.error, **self.extra})
+        response.status_code = self.status
+        response.headers.update(self.headers)
+        return response
+
+
+def error_type(status: int) -> str:
+    """OpenAI's `error.type` for a status."""
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def error_body(error: GenpoolError, status: int) -> dict[str, Any]:
+    """The `error` object, also used in band by streams."""
+    return {"message": error.message, "type": error_type(status), "param": error.param, "code": error.code}
+
+
+def status_of(error: GenpoolError) -> int:
+    """The HTTP status of an error of ours."""
+    if isinstance(error, StillRunning):
+        return error.status
+    if isinstance(error, GenerationFailed):
+        return _FAILURE_STATUS.get(error.code, 500)
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+
+
+def answer_for(error: GenpoolError, *, job: str | None = None) -> Answer:
+    """Status, body and headers for an error of ours; `job` is the id it is about, if there is one to look up."""
+    status = status_of(error)
+    headers: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    if isinstance(error, QueueFull):
+        headers |= {"Retry-After": str(min(error.retry_after_s, 120)), "x-should-retry": "true"}
+    elif isinstance(error, StateUnavailable | TooManyWaiting):
+        headers |= {"Retry-After": "1", "x-should-retry": "true"}
+    elif isinstance(error, NotReady):
+        extra |= {"missing": error.missing}
+    elif status >= 500 or status in (408, 409, 429):
+        headers["x-should-retry"] = "false"
+    if isinstance(error, StillRunning):
+        job = error.job
+        extra["status"] = "in_progress" if error.state == jobs.RUNNING else error.state
+    if job is not None:
+        headers["Location"] = f"/v1/responses/{job}"
+        extra["id"] = job
+    return Answer(status, error_body(error, status), headers, extra)
+
+
+def register_errors(app: Flask) -> None:
+    """Give every error the one shape."""
+    app.register_error_handler(GenpoolError, lambda error: answer_for(error).response())
+    app.register_error_handler(HTTPException, _http_answer)
+    app.register_error_handler(Exception, _unexpected)
+
+
+def _http_answer(error: HTTPException) -> Response:
+    """Flask's own errors. Their texts are fixed by status: werkzeug's may repeat what the client sent."""
+    status = error.code or 500
+    answer = Answer(
+        status,
+        {
+            "message": f"{error.name}.",
+            "type": error_type(status),
+            "param": None,
+            "code": _HTTP_CODES.get(status, "http_error"),
+        },
+        {"x-should-retry": "false"} if status >= 500 else {},
+    )
+    response = answer.response()
+    if status == 405 and (allowed := getattr(error, "valid_methods", None)):
+        response.headers["Allow"] = ", ".join(sorted(allowed))
+    return response
+
+
+def _unexpected(error: Exception) -> Response:
+    """A bug. The log gets the place, never the values: messages of libraries may quote their input."""
+    place = "".join(traceback.format_tb(error.__traceback__))
+    log.error("unexpected %s\n%s", type(error).__name__, place)
+    body = {"message": "The server made an error.", "type": "server_error", "param": None, "code": "internal_error"}
+    return Answer(500, body, {"x-should-retry": "false"}).response()

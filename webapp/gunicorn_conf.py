@@ -1,0 +1,95 @@
+"""gunicorn's configuration, from genpool's settings. Used as `-c python:webapp.gunicorn_conf`.
+
+Stopping (SIGTERM): a process stops accepting; open Responses streams break within a second, so that their clients
+continue on another node from the last `sequence_number`; chat streams end with an error in band; synchronous requests
+may still finish for 2 s and are then answered with the id of their job, which goes on. Whatever is left after
+`graceful_timeout` is cut. No job is cancelled by a stop.
+
+`timeout` is gunicorn's watch over a process's main thread, not a limit on requests: with threads, a request may take as
+long as it likes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pool.errors import ConfigurationError
+from tasks.config import load_settings
+
+MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+
+_settings = load_settings()
+_server = _settings.server
+
+# Before anything imports prometheus_client, which decides at import where its values live.
+_own_metrics = MULTIPROCESS_VARIABLE not in os.environ
+if _own_metrics:
+    os.environ[MULTIPROCESS_VARIABLE] = tempfile.mkdtemp(prefix="genpool-metrics-")
+
+bind = f"[{_server.host}]:{_server.port}" if ":" in _server.host else f"{_server.host}:{_server.port}"
+workers = _server.processes
+worker_class = "webapp.gunicorn_worker.Worker"
+threads = _server.threads
+worker_connections = threads + 512  # the surplus is kept-alive connections, which hold no thread
+backlog = 2048
+keepalive = 75  # seconds; above what clients and proxies keep, so that they close first
+timeout = 60
+graceful_timeout = 10
+control_socket_disable = True
+preload_app = False
+accesslog = None  # a request's query and headers are the caller's
+errorlog = "-"
+loglevel = "info"
+proc_name = "genpool-api"
+
+
+def on_starting(server: Any) -> None:
+    """Refuse addresses that other machines can reach, wherever they were set, and start from empty metrics."""
+    for address in server.cfg.address:
+        check_loopback(address)
+    folder = Path(os.environ[MULTIPROCESS_VARIABLE])
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.glob("*.db"):
+        file.unlink()
+
+
+def check_loopback(address: Any) -> None:
+    """Raises ConfigurationError for anything but a unix socket's path or a loopback (host, port)."""
+    if not isinstance(address, tuple):
+        return
+    host = str(address[0])
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigurationError(
+            f"Refusing to listen on {host}: API keys are not supported yet, so only loopback addresses are allowed.",
+            param="server.host",
+        )
+
+
+def post_worker_init(worker: Any) -> None:
+    """In the forked process: tell the application when to stop, and start its upkeep."""
+    node = worker.wsgi.extensions["genpool"]
+    node.stopping = lambda: not worker.alive
+    node.maintenance.start()
+
+
+def child_exit(server: Any, worker: Any) -> None:  # noqa: ARG001 - gunicorn's signature
+    """Drop the live gauges of a process that ended."""
+    # prometheus_client must not be imported before the variable above is set.
+    from prometheus_flask_exporter.multiprocess import GunicornInternalPrometheusMetrics  # noqa: PLC0415
+
+    GunicornInternalPrometheusMetrics.mark_process_dead_on_child_exit(worker.pid)
+
+
+def on_exit(server: Any) -> None:  # noqa: ARG001 - gunicorn's signature
+    """Remove the metrics folder if it is ours."""
+    if _own_metrics:
+        shutil.rmtree(os.environ[MULTIPROCESS_VARIABLE], ignore_errors=True)

@@ -1,0 +1,125 @@
+"""What one API process holds: the store, the way in, its waits, its upkeep. Made once by `create_app`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from flask import current_app
+
+from pool.errors import StateUnavailable
+from pool.store.jobs import JobStore
+from pool.store.records import NewJob
+from tasks.config import Settings
+from tasks.maintenance import Maintenance
+from tasks.services import Services, open_services
+from webapp.errors import TooManyWaiting
+from webapp.waits import Waits
+
+EXTENSION = "genpool"
+
+#: Connections to the state server a process has at most, the reader's included, however many requests wait.
+CONNECTIONS = 4
+#: The pauses after which a submit is repeated while the state server is away.
+SUBMIT_PAUSES_S = (0.1, 0.4, 1.0)
+
+
+class WaitingPlaces:
+    """Bounds the requests that hold a thread while they wait, so that polls, cancels and probes always find one."""
+
+    def __init__(self, threads: int) -> None:
+        self.limit = max(1, threads - max(1, threads // 8))
+        self._free = threading.BoundedSemaphore(self.limit)
+
+    def take(self) -> None:
+        """Raises TooManyWaiting when all are taken."""
+        if not self._free.acquire(blocking=False):
+            raise TooManyWaiting(
+                f"{self.limit} requests are waiting on this node, its limit; try again later, or use background."
+            )
+
+    def give_back(self) -> None:
+        """The opposite of `take`."""
+        self._free.release()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A place for the time of a block."""
+        self.take()
+        try:
+            yield
+        finally:
+            self.give_back()
+
+    @contextmanager
+    def handed_on(self) -> Iterator[None]:
+        """A place that whoever the block made gives back; only a failure in the block gives it back here."""
+        self.take()
+        try:
+            yield
+        except BaseException:
+            self.give_back()
+            raise
+
+
+@dataclass
+class Node:
+    """One API process. `stopping` tells whether it was asked to end; gunicorn's worker answers that."""
+
+    services: Services
+    waits: Waits
+    places: WaitingPlaces
+    maintenance: Maintenance
+    stopping: Callable[[], bool] = field(default=lambda: False)
+
+    @property
+    def settings(self) -> Settings:
+        """The process's settings."""
+        return self.services.settings
+
+    @property
+    def store(self) -> JobStore:
+        """The callers' side of the store."""
+        return self.services.store
+
+    def submit(self, job: NewJob) -> None:
+        """Store a job. While the state server is away the same job is sent again, which is safe; if that does not help,
+        it is cancelled as soon as the server is back, since it may have arrived: a client may resend after a 503.
+
+        Raises QueueFull and StateUnavailable.
+        """
+        for pause_s in SUBMIT_PAUSES_S:
+            try:
+                return self.store.submit(job)
+            except StateUnavailable:
+                time.sleep(pause_s)
+        try:
+            return self.store.submit(job)
+        except StateUnavailable:
+            self.waits.abandon(job.ref)
+            raise
+
+    def close(self) -> None:
+        """End the reader and the connections."""
+        self.waits.close()
+        self.services.close()
+
+
+def make_node(settings: Settings) -> Node:
+    """Connects on first use and starts no thread."""
+    services = open_services(settings, max_connections=CONNECTIONS)
+    return Node(
+        services=services,
+        waits=Waits(services.store, services.client),
+        places=WaitingPlaces(settings.server.threads),
+        maintenance=Maintenance(services.sweeper, services.submitter.models()),
+    )
+
+
+def current_node() -> Node:
+    """The current app's."""
+    node: Node = current_app.extensions[EXTENSION]
+    return node

@@ -1,0 +1,86 @@
+"""/v1/responses: create, read, replay, cancel."""
+
+from __future__ import annotations
+
+from flask import Blueprint, Response, jsonify, request
+
+from pool.store.ids import parse_ref
+from pool.store.jobs import View
+from pool.store.log import texts_of
+from webapp.bodies import json_object
+from webapp.errors import answer_for
+from webapp.node import Node, current_node
+from webapp.rendering.chat import failure_of
+from webapp.rendering.responses import ResponsesStream, response_object
+from webapp.schemas.responses import replay_query, responses_request
+from webapp.streams import stream_of
+from webapp.submitting import Order, submit_and_wait, submit_unwatched
+from webapp.sync import wait_for_end
+
+blueprint = Blueprint("responses", __name__)
+
+
+@blueprint.post("/v1/responses")
+def create() -> Response:
+    """Generate: wait for the end, stream, or answer at once (`background`)."""
+    node = current_node()
+    asked = responses_request(json_object(request, node.settings.limits.body_bytes))
+    order = Order(
+        door="responses",
+        request=asked.generation(),
+        params=asked.params(),
+        background=asked.background,
+        store=asked.store,
+        names={"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"},
+    )
+    if asked.stream:
+        return _stream(node, order)
+    if asked.background:
+        return _shown(submit_unwatched(node, order))
+    return _sync(node, order)
+
+
+@blueprint.get("/v1/responses/<job>")
+def read(job: str) -> Response:
+    """The response as it is now, or its events from the beginning (or after `starting_after`), live to the end."""
+    node = current_node()
+    after = replay_query(request.args)
+    ref = parse_ref(job)
+    view = node.store.view(ref)
+    if after is None or request.method == "HEAD":
+        return _shown(view)
+    with node.places.handed_on():
+        waiter = node.waits.open(ref, view.cursor) if view.record.terminal else node.waits.follow(ref, view.cursor)
+        return stream_of(node, waiter, view, ResponsesStream(view.record, after), cancels=False)
+
+
+@blueprint.post("/v1/responses/<job>/cancel")
+def cancel(job: str) -> Response:
+    """End the job. Repeating it changes nothing; a job that ended in another way is refused."""
+    node = current_node()
+    ref = parse_ref(job)
+    node.store.cancel(ref)
+    return _shown(node.store.view(ref))
+
+
+def _shown(view: View) -> Response:
+    return jsonify(response_object(view.record, texts_of(view.entries, view.record.n)))
+
+
+def _sync(node: Node, order: Order) -> Response:
+    with node.places.held():
+        waiter, view = submit_and_wait(node, order)
+        try:
+            record, entries = wait_for_end(node, waiter, view, request.environ.get("gunicorn.socket"))
+        finally:
+            waiter.close()
+    failure = failure_of(record)
+    if failure is not None and failure.code != "cancelled":
+        return answer_for(failure, job=record.id).response()
+    return _shown(View(record, entries, len(entries)))
+
+
+def _stream(node: Node, order: Order) -> Response:
+    with node.places.handed_on():
+        waiter, view = submit_and_wait(node, order)
+        return stream_of(node, waiter, view, ResponsesStream(view.record), cancels=not order.background)

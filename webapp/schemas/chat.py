@@ -1,0 +1,153 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from pool.errors import InvalidRequest
+from tasks.payloads import MAX_CHOICES, ChatPrompt, GenerationRequest, Message
+from webapp.schemas.dialect import (
+    UNSUPPORTED,
+    Generation,
+    Neutral,
+    Schema,
+    Text,
+    Tokens,
+    empty,
+    never,
+    only,
+    validated,
+    without_unsupported,
+)
+
+
+class TextPart(Schema):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+def _kind(value: Any) -> str:
+    return "(parts)" if isinstance(value, list) else "(text)"
+
+
+Content = Annotated[
+    Annotated[Text, Tag("(text)")] | Annotated[list[TextPart], Field(min_length=1), Tag("(parts)")],
+    Discriminator(_kind),
+]
+
+
+class ChatMessage(Schema):
+    """One turn."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+    def message(self) -> Message:
+        """The turn with its parts joined."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return Message(role=self.role, content=text)
+
+
+class StreamOptions(Schema):
+    """How to stream."""
+
+    include_usage: bool = False
+
+
+class ChatRequest(Generation):
+    """The validated body."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def generation(self) -> GenerationRequest:
+        """The request as workers know it. Raises InvalidRequest for fields that contradict each other."""
+        limit = self.max_completion_tokens or self.max_tokens
+        if self.max_tokens is not None and limit != self.max_tokens:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ; send one of them.", param="max_tokens")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed when stream is true.", param="stream_options")
+        self.check_min_tokens(limit)
+        messages = tuple(message.message() for message in self.messages)
+        if not any(message.content for message in messages):
+            raise InvalidRequest("The messages hold no text.", param="messages")
+        return GenerationRequest(
+            model=self.model,
+            prompt=ChatPrompt(messages=messages),
+            sampling=self.sampling(),
+            max_tokens=limit,
+            n=self.n,
+        )
+
+    def params(self) -> dict[str, Any]:
+        """What the job's record keeps for answers."""
+        return {
+            "metadata": self.metadata,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_output_tokens": self.max_completion_tokens or self.max_tokens,
+        }
+
+
+_UNSUPPORTED: Mapping[str, Neutral] = {
+    **UNSUPPORTED,
+    "logprobs": only(False),
+    "response_format": only({"type": "text"}),
+    "functions": empty,
+    "function_call": only("auto", "none"),
+    "modalities": only(["text"]),
+    "audio": never,
+    "prediction": never,
+    "reasoning_effort": never,
+    "verbosity": only("medium"),
+    "web_search_options": never,
+    "background": only(False),
+    "echo": only(False),
+    "best_of": only(1),
+}
+_UNSUPPORTED_IN_MESSAGES: Mapping[str, Neutral] = {
+    "name": never,
+    "refusal": never,
+    "audio": never,
+    "annotations": empty,
+    "tool_calls": empty,
+    "function_call": never,
+    "tool_call_id": never,
+}
+_UNSUPPORTED_IN_STREAM_OPTIONS: Mapping[str, Neutral] = {
+    "include_obfuscation": only(False),
+    "continuous_usage_stats": only(False),
+}
+_KNOWN = frozenset(ChatRequest.model_fields)
+_KNOWN_IN_MESSAGES = frozenset(ChatMessage.model_fields)
+_KNOWN_IN_STREAM_OPTIONS = frozenset(StreamOptions.model_fields)
+
+
+def chat_request(body: Mapping[str, Any]) -> ChatRequest:
+    """The body as a ChatRequest. Raises InvalidRequest."""
+    kept = without_unsupported(body, _KNOWN, _UNSUPPORTED)
+    if isinstance(messages := kept.get("messages"), list):
+        kept["messages"] = [
+            without_unsupported(message, _KNOWN_IN_MESSAGES, _UNSUPPORTED_IN_MESSAGES, f"messages[{index}].")
+            if isinstance(message, dict)
+            else message
+            for index, message in enumerate(messages)
+        ]
+    if isinstance(options := kept.get("stream_options"), dict):
+        kept["stream_options"] = without_unsupported(
+            options, _KNOWN_IN_STREAM_OPTIONS, _UNSUPPORTED_IN_STREAM_OPTIONS, "stream_options."
+        )
+    return validated(ChatRequest, kept)

@@ -1,0 +1,196 @@
+"""POST /v1/responses and the query of GET /v1/responses/{id}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from pool.errors import InvalidRequest
+from tasks.payloads import ChatPrompt, GenerationRequest, Message
+from webapp.bodies import shown
+from webapp.schemas.dialect import (
+    UNSUPPORTED,
+    Generation,
+    Neutral,
+    Schema,
+    Text,
+    Tokens,
+    empty,
+    never,
+    only,
+    validated,
+    without_unsupported,
+)
+
+
+class InputPart(Schema):
+    """A piece of a message; `output_text` is one of an earlier answer."""
+
+    type: Literal["input_text", "output_text"]
+    text: Text
+
+
+def _kind(value: Any) -> str:
+    return "(list)" if isinstance(value, list) else "(text)"
+
+
+Content = Annotated[
+    Annotated[Text, Tag("(text)")] | Annotated[list[InputPart], Field(min_length=1), Tag("(list)")],
+    Discriminator(_kind),
+]
+
+
+class InputItem(Schema):
+    """One turn. An output message of an earlier answer may be sent back as it is."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+    def message(self) -> Message:
+        """The turn with its parts joined."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return Message(role=self.role, content=text)
+
+
+Input = Annotated[
+    Annotated[Text, Field(min_length=1), Tag("(text)")]
+    | Annotated[list[InputItem], Field(min_length=1), Tag("(list)")],
+    Discriminator(_kind),
+]
+
+
+class ResponsesRequest(Generation):
+    """The validated body."""
+
+    input: Input
+    instructions: Text | None = None
+    max_output_tokens: Tokens | None = None
+    background: bool = False
+
+    def generation(self) -> GenerationRequest:
+        """The request as workers know it. Raises InvalidRequest for fields that contradict each other."""
+        self.check_min_tokens(self.max_output_tokens)
+        turns = [Message(role="system", content=self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            turns.append(Message(role="user", content=self.input))
+        else:
+            turns.extend(item.message() for item in self.input)
+        if not any(turn.content for turn in turns):
+            raise InvalidRequest("The input holds no text.", param="input")
+        return GenerationRequest(
+            model=self.model,
+            prompt=ChatPrompt(messages=tuple(turns)),
+            sampling=self.sampling(),
+            max_tokens=self.max_output_tokens,
+        )
+
+    def params(self) -> dict[str, Any]:
+        """What the job's record keeps for answers."""
+        return {
+            "instructions": self.instructions,
+            "metadata": self.metadata,
+            "user": self.user,
+            "safety_identifier": self.safety_identifier,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_output_tokens": self.max_output_tokens,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+
+
+def _plain_text(value: Any) -> bool:
+    """`text` at its default: plain text of medium length."""
+    if not isinstance(value, dict) or set(value) - {"format", "verbosity"}:
+        return False
+    return value.get("format") in (None, {"type": "text"}) and value.get("verbosity") in (None, "medium")
+
+
+_UNSUPPORTED: Mapping[str, Neutral] = {
+    **UNSUPPORTED,
+    "text": _plain_text,
+    "previous_response_id": never,
+    "conversation": never,
+    "include": empty,
+    "reasoning": empty,
+    "prompt": never,
+    "truncation": only("disabled"),
+    "max_tool_calls": never,
+    "stream_options": only({}, {"include_obfuscation": False}),
+    "background_options": empty,
+    "context_management": empty,
+    "access_programs": empty,
+    "image": empty,
+}
+_KNOWN = frozenset(ResponsesRequest.model_fields)
+
+
+def _anything(value: Any) -> bool:  # noqa: ARG001 - one signature for all
+    """A field of an answer that carries nothing for the next prompt."""
+    return True
+
+
+_IGNORED_IN_ITEMS: Mapping[str, Neutral] = {"id": _anything, "status": _anything, "phase": _anything}
+_IGNORED_IN_PARTS: Mapping[str, Neutral] = {"annotations": empty, "logprobs": empty}
+_KNOWN_IN_ITEMS = frozenset(InputItem.model_fields)
+_KNOWN_IN_PARTS = frozenset(InputPart.model_fields)
+
+
+def responses_request(body: Mapping[str, Any]) -> ResponsesRequest:
+    """The body as a ResponsesRequest. Raises InvalidRequest."""
+    kept = without_unsupported(body, _KNOWN, _UNSUPPORTED)
+    if isinstance(items := kept.get("input"), list):
+        kept["input"] = [_item(item, f"input[{index}].") for index, item in enumerate(items)]
+    return validated(ResponsesRequest, kept)
+
+
+def _item(item: Any, where: str) -> Any:
+    if not isinstance(item, dict) or item.get("type", "message") != "message":
+        return _typed_only(item)
+    kept = without_unsupported(item, _KNOWN_IN_ITEMS, _IGNORED_IN_ITEMS, where)
+    if isinstance(parts := kept.get("content"), list):
+        kept["content"] = [_part(part, f"{where}content[{index}].") for index, part in enumerate(parts)]
+    return kept
+
+
+def _part(part: Any, where: str) -> Any:
+    if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text"):
+        return _typed_only(part)
+    return without_unsupported(part, _KNOWN_IN_PARTS, _IGNORED_IN_PARTS, where)
+
+
+def _typed_only(value: Any) -> Any:
+    """Of a thing whose type is not supported only the type is kept: that is what the refusal should name."""
+    return {"type": value["type"]} if isinstance(value, dict) and "type" in value else value
+
+
+MAX_SEQUENCE_NUMBER = 2**31 - 1
+
+
+def replay_query(query: Mapping[str, str]) -> int | None:
+    """The query of GET /v1/responses/{id}: None for a poll, else the sequence number after which to replay (-1: all).
+
+    Raises InvalidRequest.
+    """
+    for name in query:
+        if name not in ("stream", "starting_after", "include_obfuscation"):
+            raise InvalidRequest(f"Unknown parameter: {shown(name)}.", param=shown(name), code="unknown_parameter")
+    if query.get("include_obfuscation", "false") != "false":
+        raise InvalidRequest(
+            "include_obfuscation is not supported.", param="include_obfuscation", code="unsupported_parameter"
+        )
+    stream = query.get("stream", "false")
+    if stream not in ("true", "false"):
+        raise InvalidRequest("stream must be true or false.", param="stream")
+    after = query.get("starting_after")
+    if after is None:
+        return -1 if stream == "true" else None
+    if stream == "false":
+        raise InvalidRequest("starting_after is only allowed when stream is true.", param="starting_after")
+    if not (after.isascii() and after.isdigit() and len(after) <= 10 and int(after) <= MAX_SEQUENCE_NUMBER):
+        raise InvalidRequest(
+            f"starting_after must be a whole number from 0 to {MAX_SEQUENCE_NUMBER}.", param="starting_after"
+        )
+    return int(after)

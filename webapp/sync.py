@@ -1,0 +1,58 @@
+"""Waiting for a job's end on behalf of one synchronous request."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from pool.store.jobs import View
+from pool.store.log import LogEntry
+from pool.store.records import JobRecord
+from webapp.errors import ClientGone, StillRunning
+from webapp.node import Node
+from webapp.sockets import client_gone
+from webapp.waits import Waiter
+
+#: How often a wait looks at its client's connection and at whether the process is to end.
+TICK_S = 1.0
+#: A stopping process answers its synchronous requests after this long; see `webapp.gunicorn_conf`.
+STOP_GRACE_S = 2.0
+
+
+def wait_for_end(
+    node: Node, waiter: Waiter, first: View, sock: socket.socket | None
+) -> tuple[JobRecord, tuple[LogEntry, ...]]:
+    """The terminal record and the whole log, of which `first` is what was already read.
+
+    Raises StillRunning (the job goes on), ClientGone (the job was cancelled) and JobUnknown.
+    """
+    deadline_s = time.monotonic() + node.settings.server.sync_wait_seconds
+    look_s = time.monotonic() + TICK_S
+    record, entries = first.record, list(first.entries)
+    while not record.terminal:
+        now_s = time.monotonic()
+        if now_s >= deadline_s:
+            node.waits.unwatch(waiter)
+            raise _still_running(node, record)
+        if now_s >= look_s:
+            look_s = now_s + TICK_S
+            if client_gone(sock):
+                node.waits.abandon(waiter.ref)
+                raise ClientGone("The client closed the connection; the generation was cancelled.")
+            if node.stopping():
+                deadline_s = min(deadline_s, now_s + STOP_GRACE_S)
+        view = waiter.next(min(look_s, deadline_s) - now_s)
+        if view is not None:
+            record = view.record
+            entries.extend(view.entries)
+    return record, tuple(entries)
+
+
+def _still_running(node: Node, record: JobRecord) -> StillRunning:
+    job, state = record.id, record.state
+    if node.stopping():
+        message = f"This node is shutting down. The generation goes on; read it at /v1/responses/{job}."
+        return StillRunning(message, job=job, state=state, code="node_stopping", status=503)
+    seconds = node.settings.server.sync_wait_seconds
+    message = f"The generation has not ended within {seconds:g} s. It goes on; read it at /v1/responses/{job}."
+    return StillRunning(message, job=job, state=state, code="sync_wait_exceeded", status=504)

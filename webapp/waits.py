@@ -1,0 +1,265 @@
+"""All waits of one API process, over one pub/sub connection and one reader thread.
+
+| event | what happens |
+|---|---|
+| a hint names a job | the reader reads that job for each of its waiters, all hinted jobs in one round trip |
+| no news of a job for 2 to 3 s | the reader reads it anyway: a lost hint costs seconds, never a hang |
+| the subscription was (re)made | every waiter is read: what was said meanwhile is not lost |
+| the state server is away | the reader backs off and tries again; waiters time out by their own clocks |
+
+A waiter is registered before its job is submitted, so no hint can come too early. The hint is only a hint: what waiters
+receive are views of the record and its log, each from the waiter's own cursor, in order and without gaps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import random
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import redis
+
+from pool.errors import GenpoolError, JobNotCancellable, JobUnknown, StateUnavailable
+from pool.store.connection import Client
+from pool.store.ids import JobRef
+from pool.store.jobs import JobStore, View
+from pool.store.keys import node_channel
+
+log = logging.getLogger("genpool.webapp")
+
+POLL_S = (2.0, 3.0)
+BATCH = 100
+TURN_S = 0.2
+BACKOFF_S = (0.05, 2.0)
+
+#: What a waiter can be handed: news, or that its job is gone or unreadable.
+News = View | GenpoolError
+
+
+class Waiter:
+    """One request's wait for one job. Made by `Waits.open`; whoever made it calls `close`."""
+
+    def __init__(self, ref: JobRef, cursor: int, waits: Waits) -> None:
+        self.ref = ref
+        self.cursor = cursor
+        self.armed = False
+        self.ended = False
+        self.due_s = time.monotonic() + random.uniform(*POLL_S)
+        self._inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._waits = waits
+        self._heard = ("", 0)
+        self._seen = cursor
+
+    def arm(self) -> None:
+        """The job is stored: from now on, not finding it means that it is gone."""
+        self.armed = True
+
+    def saw(self, view: View) -> None:
+        """The caller read this by itself: its entries need not come again."""
+        self._seen = max(self._seen, view.cursor)
+
+    def next(self, timeout_s: float) -> View | None:
+        """The next view, with the entries that follow what was seen, None when there was no news in time.
+
+        Raises JobUnknown when the job is gone.
+        """
+        try:
+            news = self._inbox.get(timeout=max(timeout_s, 0.0))
+        except queue.Empty:
+            self._waits.ensure_reader()
+            return None
+        if isinstance(news, GenpoolError):
+            raise news
+        fresh = news.cursor - self._seen
+        self.saw(news)
+        return View(news.record, news.entries[-fresh:] if fresh > 0 else (), news.cursor)
+
+    def deliver(self, news: News) -> None:
+        """Hand over news, unless it is what was heard before; called by the reader alone. An end is the last news."""
+        self.due_s = time.monotonic() + random.uniform(*POLL_S)
+        if isinstance(news, View):
+            heard = (news.record.state, news.cursor)
+            if heard == self._heard:
+                return
+            self._heard, self.cursor = heard, news.cursor
+            self.ended = news.record.terminal
+        else:
+            self.ended = True
+        self._inbox.put(news)
+
+    def close(self) -> None:
+        """Stop waiting. Idempotent."""
+        self._waits.forget(self)
+
+
+class Waits:
+    """The reader and its waiters. The thread starts with the first waiter of a process, never before a fork."""
+
+    def __init__(self, store: JobStore, client: Client) -> None:
+        self.node_id = secrets.token_hex(8)
+        self._store = store
+        self._client = client
+        self._lock = threading.Lock()
+        self._waiters: dict[str, set[Waiter]] = {}
+        self._abandoned: deque[JobRef] = deque()
+        self._thread: threading.Thread | None = None
+        self._pid = 0
+        self._delay_s = BACKOFF_S[0]
+        self._stopping = threading.Event()
+
+    def __len__(self) -> int:
+        """Waiters registered now."""
+        with self._lock:
+            return sum(map(len, self._waiters.values()))
+
+    def open(self, ref: JobRef, cursor: int = 0) -> Waiter:
+        """Register a waiter that has seen the log up to `cursor`."""
+        waiter = Waiter(ref, cursor, self)
+        with self._lock:
+            self._waiters.setdefault(ref.token, set()).add(waiter)
+        self.ensure_reader()
+        return waiter
+
+    def follow(self, ref: JobRef, cursor: int) -> Waiter:
+        """Register a waiter for a stored job and have this node told of its news. Raises JobUnknown."""
+        waiter = self.open(ref, cursor)
+        waiter.arm()
+        try:
+            self._store.watch(ref, self.node_id)
+            # What came between the caller's read and the watch is found at once by hinting ourselves.
+            self._store.notify(ref.token, watch=self.node_id, rank="")
+        except GenpoolError:
+            waiter.close()
+            raise
+        return waiter
+
+    def abandon(self, ref: JobRef) -> None:
+        """Cancel a job that nobody will read, now or as soon as the state server is back."""
+        try:
+            self._cancel(ref)
+        except StateUnavailable:
+            self._abandoned.append(ref)
+            self.ensure_reader()
+
+    def unwatch(self, waiter: Waiter) -> None:
+        """Close a waiter whose job goes on, and stop the hints unless another waiter of this process wants them."""
+        ref = waiter.ref
+        waiter.close()
+        with self._lock:
+            wanted = ref.token in self._waiters
+        if not wanted:
+            try:
+                self._store.unwatch(ref, self.node_id)
+            except StateUnavailable:
+                log.info("hints for a job go on: the state server is away")
+
+    def close(self) -> None:
+        """Stop the reader; for the end of the process."""
+        self._stopping.set()
+        thread = self._thread
+        if thread is not None and self._pid == os.getpid():
+            thread.join(timeout=2.0)
+
+    def forget(self, waiter: Waiter) -> None:
+        """Deliver nothing more to a waiter. Idempotent."""
+        with self._lock:
+            waiters = self._waiters.get(waiter.ref.token, set())
+            waiters.discard(waiter)
+            if not waiters:
+                self._waiters.pop(waiter.ref.token, None)
+
+    def _cancel(self, ref: JobRef) -> None:
+        try:
+            self._store.cancel(ref)
+        except (JobUnknown, JobNotCancellable):
+            return
+
+    # --- the reader
+
+    def ensure_reader(self) -> None:
+        """Start the reader if this process has none."""
+        with self._lock:
+            if self._thread is None or self._pid != os.getpid() or not self._thread.is_alive():
+                self._pid = os.getpid()
+                self._thread = threading.Thread(target=self._run, name="genpool-waits", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._follow_channel()
+            except (redis.RedisError, StateUnavailable, OSError) as error:
+                if self._delay_s == BACKOFF_S[0]:
+                    log.warning("the state server is away (%s); waits go on when it is back", type(error).__name__)
+            self._stopping.wait(self._delay_s * random.uniform(0.5, 1.0))
+            self._delay_s = min(self._delay_s * 2, BACKOFF_S[1])
+
+    def _follow_channel(self) -> None:
+        """Subscribe and serve until the connection fails or the process ends."""
+        pubsub = self._client.pubsub()
+        try:
+            pubsub.subscribe(node_channel(self.node_id))
+            if pubsub.get_message(timeout=2.0) is None:
+                raise redis.exceptions.TimeoutError("no answer to SUBSCRIBE")
+            self._read(self._every())
+            self._delay_s = BACKOFF_S[0]
+            while not self._stopping.is_set():
+                self._retry_abandoned()
+                hinted = self._hinted(pubsub)
+                self._read([*self._of(hinted), *self._due(hinted)])
+        finally:
+            pubsub.close()
+
+    def _hinted(self, pubsub: Client) -> set[str]:
+        """Tokens hinted at: waits for a first message, then takes what else is there."""
+        tokens: set[str] = set()
+        message = pubsub.get_message(timeout=TURN_S)
+        while message is not None:
+            if message["type"] == "message":
+                tokens.update(message["data"].decode("ascii", "replace").split())
+            message = pubsub.get_message(timeout=0) if len(tokens) < BATCH else None
+        return tokens
+
+    def _every(self) -> list[Waiter]:
+        with self._lock:
+            return [waiter for waiters in self._waiters.values() for waiter in waiters if not waiter.ended]
+
+    def _of(self, tokens: Iterable[str]) -> list[Waiter]:
+        with self._lock:
+            return [waiter for token in tokens for waiter in self._waiters.get(token, ()) if not waiter.ended]
+
+    def _due(self, except_tokens: set[str]) -> list[Waiter]:
+        """At most a batch of those that heard nothing for long: the rest has its turn next time."""
+        now_s = time.monotonic()
+        due = [w for w in self._every() if w.due_s <= now_s and w.ref.token not in except_tokens]
+        return due[:BATCH]
+
+    def _read(self, waiters: Sequence[Waiter]) -> None:
+        for start in range(0, len(waiters), BATCH):
+            part = waiters[start : start + BATCH]
+            for waiter, view in zip(part, self._views(part), strict=True):
+                if view is not None:
+                    waiter.deliver(view)
+                elif waiter.armed:
+                    waiter.deliver(JobUnknown("This generation is no longer stored."))
+
+    def _views(self, waiters: Sequence[Waiter]) -> Sequence[News | None]:
+        """Views of all, in one round trip; if one job cannot be decoded, one by one."""
+        try:
+            return self._store.views([(waiter.ref, waiter.cursor) for waiter in waiters])
+        except ValueError as error:
+            if len(waiters) == 1:
+                log.error("job %s cannot be decoded (%s)", waiters[0].ref, type(error).__name__)
+                return [GenpoolError("This generation's record cannot be read.", code="unreadable_record")]
+            return [self._views([waiter])[0] for waiter in waiters]
+
+    def _retry_abandoned(self) -> None:
+        while self._abandoned:
+            self._cancel(self._abandoned[0])
+            self._abandoned.popleft()

@@ -1,0 +1,172 @@
+"""The host: everything genpool runs inside one Celery worker process.
+
+It follows the worker's queues (so `add_consumer` and `cancel_consumer` load and drain models), and it answers control
+commands.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from celery.worker import state as celery_state
+
+from pool.errors import GenpoolError, JobNotCancellable, JobUnknown
+from pool.store.delivery import Ending, Handout
+from pool.store.ids import JobRef, parse_ref
+from tasks.config import Settings
+from tasks.maintenance import Maintenance
+from tasks.results import outbox_chore
+from tasks.services import Services
+from workers.rank import Rank
+from workers.visible import Visible
+
+log = logging.getLogger("genpool.host")
+
+FOLLOW_S = 0.5
+
+
+class Host:
+    """The ranks of one worker process. Created in the main thread, driven by a thread of its own."""
+
+    def __init__(self, worker: Any, services: Services, *, limit: int | None) -> None:
+        self._worker = worker
+        self._services = services
+        self._settings: Settings = services.settings
+        self._limit = limit
+        self._ranks: dict[str, Rank] = {}
+        self._visible = Visible(worker)
+        enabled = services.submitter.models()
+        self._maintenance = Maintenance(services.sweeper, enabled, chores=[outbox_chore(worker.app, services, enabled)])
+        self._stopping = threading.Event()
+        self._stop_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._follow, name="genpool-host", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve the worker's queues."""
+        self._visible.start()
+        self._maintenance.start()
+        self._thread.start()
+
+    def stop(self, grace_s: float) -> None:
+        """Drain all ranks at once, each with this grace, and end all threads. Idempotent; a second caller waits."""
+        self._stopping.set()
+        with self._stop_lock:
+            if not self._thread.is_alive() and not self._ranks:
+                return
+            self._thread.join()
+            drains = [threading.Thread(target=rank.drain, args=(grace_s,)) for rank in self._ranks.values()]
+            for drain in drains:
+                drain.start()
+            for drain in drains:
+                drain.join()
+            self._ranks.clear()
+            self._maintenance.stop()
+            self._visible.stop()
+            self._services.close()
+
+    # -- control commands --------------------------------------------------------------------------------------------
+
+    def generations(self) -> list[dict[str, Any]]:
+        """Running generations of all ranks."""
+        return [generation for rank in list(self._ranks.values()) for generation in rank.generations()]
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """State of each rank."""
+        names = ("model", "rank", "state", "last_error", "configured_target_inflight", "effective_target_inflight",
+                 "runtime_inflight", "queue_depth")  # fmt: skip
+        return [{name: fact for name, fact in rank.facts().items() if name in names} for rank in self._ranks.values()]
+
+    def engine(self) -> dict[str, Any]:
+        """Telemetry by model."""
+        return {model: rank.facts() for model, rank in list(self._ranks.items())}
+
+    def drain(self) -> None:
+        """Drain in the background, answering control commands meanwhile, then let the worker exit."""
+        threading.Thread(target=self._drain_and_exit, name="genpool-drain", daemon=True).start()
+
+    def _drain_and_exit(self) -> None:
+        self.stop(self._settings.worker.drain_grace_seconds)
+        celery_state.should_stop = 0
+
+    def resize(self, by: int) -> None:
+        """`pool_grow` and `pool_shrink`."""
+        for rank in list(self._ranks.values()):
+            rank.resize(by)
+
+    def cancel(self, task_ids: list[str]) -> int:
+        """Cancel generations by job id or by the uuid of a `send_task`, wherever they are. Returns how many were."""
+        return sum(self._cancel(ref) for task_id in task_ids for ref in self._candidates(task_id))
+
+    def _candidates(self, task_id: str) -> list[JobRef]:
+        try:
+            return [parse_ref(task_id)]
+        except JobUnknown:
+            token = task_id.replace("-", "")
+            refs = [f"gen_{model}.0_{token}" for model in self._services.submitter.models()]
+        try:
+            return [parse_ref(ref) for ref in refs]
+        except JobUnknown:
+            return []
+
+    def _cancel(self, ref: JobRef) -> bool:
+        try:
+            self._services.store.cancel(ref)
+        except (JobUnknown, JobNotCancellable):
+            return False
+        except GenpoolError as error:
+            log.warning("revoke: %s", error.message)
+            return False
+        return True
+
+    # -- the host's thread -------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        while not self._stopping.is_set():
+            wanted = self.wanted(self._worker.app, self._settings)
+            for model in [model for model in self._ranks if model not in wanted]:
+                self._ranks.pop(model).drain(self._settings.worker.drain_grace_seconds)
+            for model in wanted:
+                if model not in self._ranks and not self._stopping.is_set():
+                    self._begin(model)
+            if any(rank.broken() for rank in self._ranks.values()):
+                log.critical("a thread of the batching loop died; ending this worker so that its jobs go elsewhere")
+                celery_state.should_terminate = 1
+                return
+            self._stopping.wait(FOLLOW_S)
+
+    @staticmethod
+    def wanted(app: Any, settings: Settings) -> list[str]:
+        """The enabled models among the queues that the worker consumes now."""
+        return [
+            name
+            for name in list(app.amqp.queues.consume_from)
+            if name in settings.models and settings.models[name].enabled
+        ]
+
+    def _begin(self, model: str) -> None:
+        target = self._settings.models[model].target_inflight
+        rank = Rank(
+            model,
+            self._settings,
+            self._worker.hostname,
+            target if self._limit is None else min(target, self._limit),
+            on_begun=self._visible.begun,
+            on_left=self._left,
+        )
+        self._ranks[model] = rank
+        try:
+            rank.start()
+        except Exception as error:  # noqa: BLE001 - whatever a load raises ends this worker by name
+            log.error(
+                "%s: cannot be served: %s", model, error.message if isinstance(error, GenpoolError) else repr(error)
+            )
+            time.sleep(0.1)
+            celery_state.should_terminate = 1
+
+    def _left(self, handout: Handout, state: str, ending: Ending | None) -> None:
+        self._visible.left(handout, state, ending)
+        if ending is not None:
+            self._maintenance.wake()

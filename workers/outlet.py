@@ -1,0 +1,258 @@
+"""The outlet: the thread that makes a rank's output durable, and that learns which jobs the rank has lost.
+
+The engine's thread drops events here and never waits for the network. The outlet gathers them by job, writes many jobs
+in one round trip, hints to waiting nodes, renews leases, and tells the runner to drop what is no longer ours.
+
+Flush policy: a job's first token, its end, and every token of a job that somebody watches at once; else every
+`flush_idle_ms`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import redis
+
+from pool.errors import StateUnavailable
+from pool.rules import jobs
+from pool.store.delivery import BATCH, Delivery, Ending, Handout, Lease, Write, Written, failed
+from pool.store.log import MAX_ENTRY_TOKENS, LogEntry
+from pool.store.records import Output
+from tasks.ports import Event, Finished, Runner, Tokens
+
+log = logging.getLogger("genpool.outlet")
+
+#: Events that may wait to be stored before the runner pauses.
+CONGESTION_EVENTS = 20_000
+#: After a failed round trip; well under half a lease, so that a short outage costs no lease.
+RETRY_S = 0.2
+
+STATE_ERRORS = (redis.exceptions.RedisError, StateUnavailable, OSError)
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A begun job of this rank: its fence, and the log entries that are not yet known to be stored."""
+
+    handout: Handout
+    next_seq: int
+    watch: str
+    entries: list[LogEntry] = field(default_factory=list)
+    oldest_s: float = 0.0
+    ending: Ending | None = None
+    flushed: bool = False
+
+    @property
+    def lease(self) -> Lease:
+        """Its fence."""
+        return self.handout.lease
+
+    def add(self, choice: int, token_ids: tuple[int, ...], text: str, now_s: float) -> None:
+        """Queue tokens, merged into the last unsent entry when that is of the same choice."""
+        if not self.entries:
+            self.oldest_s = now_s
+        last = self.entries[-1] if self.entries else None
+        if last is not None and last.choice == choice and len(last.token_ids) + len(token_ids) <= MAX_ENTRY_TOKENS:
+            self.entries[-1] = LogEntry(last.seq, choice, last.token_ids + token_ids, last.text + text)
+        else:
+            self.entries.append(LogEntry(self.next_seq, choice, token_ids, text))
+        self.next_seq += len(token_ids)
+
+    def due(self, now_s: float, idle_s: float) -> bool:
+        """Whether it must be written now."""
+        if self.ending is not None:
+            return True
+        if not self.entries:
+            return False
+        return bool(self.watch) or not self.flushed or now_s - self.oldest_s >= idle_s
+
+    def write(self) -> Write:
+        """All that is not yet stored."""
+        first = self.entries[0].seq if self.entries else self.next_seq
+        return Write(self.lease, first, tuple(self.entries), self.ending)
+
+
+#: Called in the outlet's thread when a job has left the rank, with its state and, when it ended here, how.
+OnLeft = Callable[[Handout, str, Ending | None], None]
+
+
+class Outlet:
+    """An EventSink over a Delivery."""
+
+    def __init__(
+        self, delivery: Delivery, runner: Runner, *, flush_idle_ms: int, renew_ms: int, on_left: OnLeft
+    ) -> None:
+        self._delivery = delivery
+        self._runner = runner
+        self._flush_idle_s = flush_idle_ms / 1000
+        self._renew_s = renew_ms / 1000
+        self._on_left = on_left
+        self._events: deque[Event] = deque()
+        self._held: dict[str, Held] = {}
+        self._wake = threading.Event()
+        self._nudged = False
+        self._stopping = False
+        self._next_renew_s = time.monotonic() + self._renew_s
+        self._thread = threading.Thread(target=self._run, name="genpool-outlet", daemon=True)
+
+    # -- what other threads call -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to run in a thread of its own."""
+        self._thread.start()
+
+    def open(self, handout: Handout) -> None:
+        """Hold a begun job; must come before the runner can deliver events of it."""
+        self._held[handout.lease.token] = Held(handout, next_seq=handout.logged, watch=handout.watch)
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Take the runner's events."""
+        self._events.extend(events)
+        self._wake.set()
+
+    def congested(self) -> bool:
+        """Whether the state server is so far behind that the runner should pause."""
+        return len(self._events) > CONGESTION_EVENTS
+
+    def nudge(self) -> None:
+        """Something about a held job has changed (a cancel, a new watcher): look at all of them now."""
+        self._nudged = True
+        self._wake.set()
+
+    def held(self) -> list[Handout]:
+        """The jobs this rank holds now."""
+        return [held.handout for held in list(self._held.values())]
+
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Write everything that is left, hand back what has not ended, and end the thread."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    # -- the outlet's thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wake.wait(self._pause_s())
+            self._wake.clear()
+            self._turn(everything=False)
+        deadline_s = time.monotonic() + self._delivery.lease_ms / 2000
+        while not (self._turn(everything=True) and self._hand_back()) and time.monotonic() < deadline_s:
+            time.sleep(RETRY_S)
+
+    def _turn(self, *, everything: bool) -> bool:
+        """One turn; False when the state server failed it. Nothing is lost then: the same is tried again."""
+        try:
+            self._gather()
+            self._flush(everything)
+            self._renew()
+        except STATE_ERRORS as error:
+            log.warning("state server: %s; %d jobs held", type(error).__name__, len(self._held))
+            time.sleep(RETRY_S)
+            self._wake.set()
+            return False
+        return True
+
+    def _pause_s(self) -> float:
+        now_s = time.monotonic()
+        due_s = [held.oldest_s + self._flush_idle_s for held in list(self._held.values()) if held.entries]
+        return max(0.0, min([self._next_renew_s, *due_s]) - now_s)
+
+    def _gather(self) -> None:
+        now_s = time.monotonic()
+        while self._events:
+            event = self._events.popleft()
+            held = self._held.get(event.job)
+            if held is None or held.lease.attempt != event.attempt:
+                continue
+            if isinstance(event, Tokens):
+                held.add(event.choice, event.token_ids, event.text, now_s)
+            elif isinstance(event, Finished):
+                held.ending = _ending(event)
+            else:
+                held.ending = failed(event.code, event.message)
+
+    def _flush(self, everything: bool) -> None:
+        now_s = time.monotonic()
+        due = [
+            held
+            for held in list(self._held.values())
+            if held.due(now_s, self._flush_idle_s) or (everything and held.entries)
+        ]
+        for start in range(0, len(due), BATCH):
+            part = due[start : start + BATCH]
+            answers = self._delivery.write([held.write() for held in part])
+            news: dict[str, list[str]] = {}
+            for held, answer in zip(part, answers, strict=True):
+                self._settle(held, answer, news)
+            self._delivery.hint(news)
+
+    def _settle(self, held: Held, answer: Written, news: dict[str, list[str]]) -> None:
+        if answer.code == "stale" and held.ending is not None and answer.detail == held.ending.state:
+            # Our own ending had landed, its reply had not.
+            self._leave(held, held.ending.state, held.ending)
+        elif answer.code == "stale":
+            self._lose(held, answer.detail)
+        elif answer.code == "ok":
+            held.watch, held.flushed = answer.watch, True
+            held.entries.clear()
+            for node in answer.watch.split():
+                news.setdefault(node, []).append(held.lease.token)
+            if held.ending is not None:
+                self._leave(held, held.ending.state, held.ending)
+        else:
+            # A repeated write had landed after all: keep only what lies behind the log's end, and send that next.
+            held.entries = [entry for entry in held.entries if entry.seq >= answer.log_end]
+            self._wake.set()
+
+    def _renew(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_renew_s and not self._nudged:
+            return
+        self._nudged = False
+        held = list(self._held.values())
+        for each, answer in zip(held, self._delivery.renew([each.lease for each in held]), strict=True):
+            if answer.code == "stale":
+                self._lose(each, answer.detail)
+            else:
+                each.watch = answer.watch
+        self._next_renew_s = now_s + self._renew_s
+
+    def _lose(self, held: Held, state: str) -> None:
+        """The attempt is over (cancelled, or taken back by the sweep): drop the work."""
+        self._runner.cancel(held.lease.token, held.lease.attempt)
+        self._leave(held, state, None)
+
+    def _leave(self, held: Held, state: str, ending: Ending | None) -> None:
+        if self._held.get(held.lease.token) is held:
+            del self._held[held.lease.token]
+        self._on_left(held.handout, state, ending)
+
+    def _hand_back(self) -> bool:
+        held = list(self._held.values())
+        try:
+            self._delivery.hand_back([each.lease for each in held])
+        except STATE_ERRORS as error:
+            log.warning("hand-back: %s", type(error).__name__)
+            return False
+        for each in held:
+            self._leave(each, jobs.QUEUED, None)
+        return True
+
+
+def _ending(event: Finished) -> Ending:
+    return Ending(
+        state=jobs.state_of(tuple(output.finish_reason for output in event.outputs)),
+        outputs=tuple(Output(o.text, o.finish_reason, o.tokens) for o in event.outputs),
+        prompt_tokens=event.prompt_tokens,
+        cached_tokens=event.cached_tokens,
+    )

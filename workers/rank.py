@@ -1,0 +1,258 @@
+"""A rank: one loaded copy of a model in this process, from the engine to the registry.
+
+Threads: the engine's (batching loop), the intake's (blocking reads), the outlet's (writes, leases), and the registrar's
+(heartbeat, hints about held jobs).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from threadpoolctl import threadpool_limits
+
+from pool.rules.batching import Budgets
+from pool.settings import ModelSettings
+from pool.store.connection import connect
+from pool.store.delivery import Delivery, Ending, Handout
+from pool.store.keys import node_channel
+from pool.store.ranks import Card, RankRegistry
+from tasks.config import Settings, state_url
+from tasks.payloads import GenerationRequest
+from tasks.ports import Engine
+from workers.engines import load_engine
+from workers.intake import BLOCK_MS, Intake
+from workers.loop import BatchingLoop
+from workers.outlet import STATE_ERRORS, Outlet
+from workers.weights import ensure_weights
+
+log = logging.getLogger("genpool.rank")
+
+LOADING, LOADED, DRAINING, FAILED, STOPPED = "loading", "loaded", "draining", "failed", "stopped"
+
+#: How long the registrar waits for a hint before it looks at the time.
+LISTEN_S = 0.5
+
+OnBegun = Callable[[Handout, str, Callable[[], None]], None]
+OnLeft = Callable[[Handout, str, Ending | None], None]
+
+
+class Rank:
+    """Loads `model` and serves it until stopped. `node`: this process's Celery node name; `limit`: generations in
+    flight."""
+
+    def __init__(
+        self, model: str, settings: Settings, node: str, limit: int, *, on_begun: OnBegun, on_left: OnLeft
+    ) -> None:
+        self.model = model
+        self.state = LOADING
+        self.error = ""
+        self._settings = settings
+        self._model_settings: ModelSettings = settings.models[model]
+        self._node = node
+        self._id = node
+        self._incarnation = secrets.token_hex(8)
+        self._limit = limit
+        self._on_begun = on_begun
+        self._on_left = on_left
+        url = state_url(settings)
+        block_s = BLOCK_MS / 1000
+        self._reader = connect(url, max_connections=1, read_timeout_s=block_s + 5)
+        self._writer = connect(url, max_connections=1)
+        self._registrar = connect(url, max_connections=2)
+        self._registry = RankRegistry(self._registrar, model)
+        self._stopping = threading.Event()
+        self._started = False
+        self._thread = threading.Thread(target=self._register, name="genpool-registrar", daemon=True)
+
+    @property
+    def _lease_ms(self) -> int:
+        return round(self._settings.worker.lease_seconds * 1000)
+
+    # -- starting ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Load the model and begin to serve; blocks while loading. An error is kept in `state` and `error`, and raised."""
+        try:
+            self._engine = self._load()
+            self._open()
+        except BaseException as error:
+            self.state = FAILED
+            self.error = f"{type(error).__name__}: {error}"
+            raise
+        self.state = LOADED
+        self._beat()
+        log.info("%s: serving as %s, %d generations at once", self.model, self._id, self._loop.effective_limit())
+
+    def _load(self) -> Engine:
+        model = self._model_settings
+        threadpool_limits(limits=model.threads or min(4, _cores()), user_api="blas")
+        started = time.monotonic()
+        weights = None if model.source.startswith("random:") else ensure_weights(model.source)
+        engine = load_engine(self.model, model, weights=weights)
+        log.info("%s: loaded in %.1f s", self.model, time.monotonic() - started)
+        return engine
+
+    def _open(self) -> None:
+        model, engine = self._model_settings, self._engine
+        kv_positions = model.kv_budget_bytes // engine.bytes_per_token
+        self._card = Card(
+            context_length=engine.context_length,
+            max_positions=min(engine.capability().max_positions, kv_positions),
+            fingerprint=engine.fingerprint(),
+            vocabulary=engine.vocabulary.to_blob(),
+        )
+        budgets = Budgets(model.max_batch_size, model.max_prefill_tokens_per_tick, kv_positions, engine.prefill_grid)
+        self._loop = BatchingLoop(engine, budgets, self._limit)
+        self._claim_id()
+        delivery = Delivery(
+            reader=self._reader,
+            writer=self._writer,
+            model=self.model,
+            rank=self._id,
+            lease_ms=self._lease_ms,
+            result_ttl_ms=self._settings.state.result_ttl_seconds * 1000,
+        )
+        delivery.ensure_group()
+        self._outlet = Outlet(
+            delivery,
+            self._loop,
+            flush_idle_ms=self._settings.worker.flush_idle_ms,
+            renew_ms=round(self._settings.worker.renew_seconds * 1000),
+            on_left=self._left,
+        )
+        self._intake = Intake(
+            delivery, self._loop, self._outlet, card=self._card, vocabulary=engine.vocabulary, on_begun=self._begun
+        )
+        self._registry.publish(self._card)
+        self._loop.start(self._outlet)
+        self._outlet.start()
+        self._thread.start()
+        self._intake.start()
+        self._started = True
+
+    def _claim_id(self) -> None:
+        """Register under the node's name, or under `name-2`, ... when a living process of that name serves the model."""
+        for number in range(1, 1000):
+            self._id = self._node if number == 1 else f"{self._node}-{number}"
+            if self._beat():
+                return
+        raise RuntimeError(f"no free rank id for {self._node}")
+
+    # -- what the host asks ------------------------------------------------------------------------------------------
+
+    def generations(self) -> list[dict[str, Any]]:
+        """The jobs held now, without text."""
+        if not self._started:
+            return []
+        now_ms = time.time() * 1000
+        return [
+            {
+                "id": handout.task_id,
+                "model": self.model,
+                "rank": self._id,
+                "attempt": handout.lease.attempt,
+                "choices": handout.n,
+                "age_seconds": round(max(0.0, now_ms - handout.created_ms) / 1000, 1),
+            }
+            for handout in self._outlet.held()
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """State and telemetry, JSON-safe."""
+        facts: dict[str, Any] = {
+            "model": self.model,
+            "rank": self._id,
+            "state": self.state,
+            "last_error": self.error,
+            "configured_target_inflight": self._model_settings.target_inflight,
+        }
+        if hasattr(self, "_loop"):
+            facts |= self._loop.telemetry()
+        return facts
+
+    def resize(self, by: int) -> None:
+        """Allow `by` more (or fewer) generations in flight."""
+        self._limit = max(1, self._limit + by)
+        if self._started:
+            self._loop.set_limit(self._limit)
+            self._intake.room()
+
+    def broken(self) -> bool:
+        """Whether a thread of a serving rank has died: the process must end, so that its leases do."""
+        parts = (self._loop, self._intake, self._outlet) if self.state == LOADED else ()
+        return any(not part.is_alive() for part in parts)
+
+    # -- stopping ----------------------------------------------------------------------------------------------------
+
+    def drain(self, grace_s: float) -> None:
+        """Stop reading, let running generations finish for `grace_s`, hand the rest back, and leave the registry."""
+        if not self._started or self.state == STOPPED:
+            return
+        self.state = DRAINING
+        self._intake.stop()
+        deadline = time.monotonic() + grace_s
+        while self._outlet.held() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._loop.stop()
+        self._outlet.stop()
+        self._stopping.set()
+        self._thread.join()
+        try:
+            self._registry.retire(self._id, self._incarnation)
+        except STATE_ERRORS as error:
+            log.warning("%s: leaving the registry: %s", self.model, type(error).__name__)
+        for client in (self._reader, self._writer, self._registrar):
+            client.connection_pool.disconnect()
+        self._engine.close()
+        self.state = STOPPED
+
+    # -- callbacks and the registrar's thread ------------------------------------------------------------------------
+
+    def _begun(self, handout: Handout, _: GenerationRequest) -> None:
+        def cancel() -> None:
+            self._loop.cancel(handout.lease.token, handout.lease.attempt)
+
+        self._on_begun(handout, self.model, cancel)
+
+    def _left(self, handout: Handout, state: str, ending: Ending | None) -> None:
+        self._intake.room()
+        self._on_left(handout, state, ending)
+
+    def _beat(self) -> bool:
+        return self._registry.beat(self._id, self._incarnation, lease_ms=self._lease_ms, facts=self.facts())
+
+    def _register(self) -> None:
+        """Heartbeat and hints. A hint about a held job (it was cancelled, somebody watches it) makes the outlet look."""
+        while not self._stopping.is_set():
+            pubsub = self._registrar.pubsub()
+            try:
+                pubsub.subscribe(node_channel(self._id))
+                self._listen(pubsub)
+            except STATE_ERRORS as error:
+                log.warning("%s: heartbeat: %s", self.model, type(error).__name__)
+                self._stopping.wait(0.5)
+            finally:
+                pubsub.close()
+
+    def _listen(self, pubsub: Any) -> None:
+        next_beat = 0.0
+        while not self._stopping.is_set():
+            if time.monotonic() >= next_beat:
+                self._beat()
+                if self._registry.card_fingerprint() != self._card.fingerprint:
+                    # A state server that came back empty has lost it.
+                    self._registry.publish(self._card)
+                next_beat = time.monotonic() + self._settings.worker.renew_seconds
+            message = pubsub.get_message(ignore_subscribe_messages=True, timeout=LISTEN_S)
+            if message is not None:
+                self._outlet.nudge()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,105 @@
+"""The sessions of a batching loop: one per choice of a job, from prompt to last token.
+
+A session knows which tokens exist (prompt, then output) and how many of them the engine holds; the difference is what
+it still has to feed. Tokens that an earlier attempt logged are output from the start: they are fed like any other,
+never drawn again, so a takeover and a cache miss are the ordinary path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pool.rules.batching import peak_positions
+from tasks.payloads import Sampling
+from tasks.ports import ChoiceOutput, Generation, Logits, Member
+from tasks.vocabulary import Vocabulary
+from workers.sampling import draw
+from workers.text import TextStream
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One choice. `held`: positions whose KV the engine holds; `output`: token ids drawn or logged so far."""
+
+    generation: Generation
+    choice: int
+    id: str
+    eos_ids: frozenset[int]
+    text: TextStream
+    held: int = 0
+    output: list[int] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
+    finish_reason: str = ""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.generation.prompt)
+
+    @property
+    def peak_positions(self) -> int:
+        """Positions it may come to hold."""
+        return peak_positions(self.prompt_tokens, self.generation.max_tokens)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether part of the prompt is still to be fed."""
+        return self.held < self.prompt_tokens
+
+    def chunk(self, stop: int) -> Member:
+        """Prompt positions [held, stop)."""
+        last = stop == self.prompt_tokens and not self.output
+        return Member(self.id, self.generation.attempt, self.generation.prompt[self.held : stop], self.held, last)
+
+    def row(self) -> Member:
+        """The next output token to feed. Its logits matter only when no later token is known yet."""
+        at = self.held - self.prompt_tokens
+        token = np.array([self.output[at]], dtype=np.int32)
+        return Member(self.id, self.generation.attempt, token, self.held, at == len(self.output) - 1)
+
+    def draw(self, row: Logits) -> tuple[int, str]:
+        """Draw the next token from `row` (V,) and take it: its id and the text that became safe to show."""
+        sampling = self.generation.sampling
+        position = len(self.output)
+        banned = self.eos_ids if position < sampling.min_tokens else frozenset()
+        token = draw(row, sampling, seed=self.generation.seed, choice=self.choice, position=position, banned=banned)
+        return token, self.take(token)
+
+    def take(self, token: int) -> str:
+        """Append a token, decide whether the choice has ended, and return the text that became safe to show."""
+        self.output.append(token)
+        sampling = self.generation.sampling
+        piece = self.text.push(token)
+        if self.text.stopped or (token in self.eos_ids and not sampling.ignore_eos):
+            self.finish_reason = "stop"
+        elif len(self.output) >= self.generation.max_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason:
+            piece += self.text.finish()
+        self.shown.append(piece)
+        return piece
+
+    def result(self) -> ChoiceOutput:
+        """How it ended."""
+        return ChoiceOutput("".join(self.shown), self.finish_reason, len(self.output))
+
+
+def sessions_of(generation: Generation, vocabulary: Vocabulary) -> list[Session]:
+    """A job's sessions, logged tokens taken. One whose log already holds its end is finished at once."""
+    return [_session(generation, choice, vocabulary) for choice in range(generation.n)]
+
+
+def _session(generation: Generation, choice: int, vocabulary: Vocabulary) -> Session:
+    sampling: Sampling = generation.sampling
+    session = Session(
+        generation=generation,
+        choice=choice,
+        id=f"{generation.job}/{choice}",
+        eos_ids=frozenset(vocabulary.eos_ids),
+        text=TextStream(vocabulary, sampling.stop),
+    )
+    for token in generation.replay[choice] if generation.replay else ():
+        session.take(token)
+    return session

