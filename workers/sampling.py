@@ -22,6 +22,8 @@ MIN_TEMPERATURE = 1e-5
 
 _COUNTER = struct.Struct("<QQQ")
 _FIRST_NUCLEUS = 64
+#: Beyond so many tokens sorting all is quicker than another attempt.
+_LAST_PARTIAL_NUCLEUS = 1024
 _STRIDE = 256
 
 Ids = npt.NDArray[np.intp]
@@ -78,19 +80,21 @@ def _nucleus(weights: Weights, top_p: float) -> Ids:
     while True:
         # Mostly a few tokens hold the mass: look at ever more of the largest instead of sorting all.
         largest = np.sort(np.partition(weights, len(weights) - count)[len(weights) - count :])[::-1]
-        mass = np.cumsum(largest, dtype=np.float64)
+        mass = np.cumsum(largest.astype(np.float64))
         if mass[-1] >= wanted or count == len(weights):
             break
-        count = min(count * 16, len(weights))
+        count = count * 16 if count < _LAST_PARTIAL_NUCLEUS else len(weights)
+        count = min(count, len(weights))
     size = min(int(np.searchsorted(mass, wanted)) + 1, count)
     return _largest(weights, size, largest[size - 1])
 
 
 def _largest(values: Weights, count: int, threshold: np.float32) -> Ids:
     """Indices, ascending, of the `count` largest values, of which `threshold` is the least; ties go to low indices."""
-    above = np.flatnonzero(values > threshold)
-    level = np.flatnonzero(values == threshold)[: count - len(above)]
-    return np.sort(np.concatenate((above, level)))
+    chosen = values > threshold
+    level = np.flatnonzero(values == threshold)
+    chosen[level[: count - np.count_nonzero(chosen)]] = True
+    return np.flatnonzero(chosen)
 
 
 def _pick(weights: Weights, point: float) -> int:

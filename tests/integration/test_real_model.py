@@ -1,0 +1,152 @@
+"""The real weights, through every process: a stream that outlives its worker and its API node."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from pool.store.server import StateServer
+from tasks.client import Client
+from tests.integration.celery_process import Site, Worker
+from tests.waiting import wait_until
+from tests.webapp.api_process import ApiProcess
+from workers.weights import ensure_weights
+
+MODEL = "smollm2-135m-instruct"
+TOKENS = 200
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A state server whose workers serve the real model, each with one thread."""
+    ensure_weights(MODEL)
+    with StateServer(tmp_path_factory.mktemp("state")) as server:
+        site = Site(server.url, tmp_path_factory.mktemp("site"))
+        site.env["GENPOOL_MODELS__SMOLLM2_135M_INSTRUCT__THREADS"] = "1"
+        yield site
+        site.close()
+
+
+@pytest.fixture(scope="module")
+def workers(site: Site) -> list[Worker]:
+    """Two of them to begin with; a test that kills one adds another."""
+    return [site.worker(model=MODEL), site.worker(model=MODEL)]
+
+
+@pytest.fixture
+def nodes(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ApiProcess]]:
+    """Two API nodes on the same state."""
+    settings = {
+        "MODELS__SMOLLM2_135M_INSTRUCT__ENABLED": "true",
+        "WORKER__LEASE_SECONDS": "1.5",
+        "WORKER__RENEW_SECONDS": "0.4",
+    }
+    made = [ApiProcess(site.url, tmp_path_factory.mktemp("api"), **settings).start() for _ in range(2)]
+    yield made
+    for node in made:
+        node.stop(signal.SIGKILL)
+
+
+class Stream:
+    """A reader of one response's events, over as many connections as it takes."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def attach(self, response: httpx.Response) -> None:
+        """Go on reading from this connection."""
+        self._lines = response.iter_lines()
+
+    def read(self, *, until: int = 10_000) -> None:
+        """Read events until that many are there, or the connection ends or breaks."""
+        try:
+            for line in self._lines:
+                if line.startswith("data: "):
+                    self.events.append(json.loads(line.removeprefix("data: ")))
+                    if len(self.events) >= until:
+                        return
+        except httpx.TransportError:
+            return
+
+    @property
+    def id(self) -> str:
+        """The response's id, from its first event."""
+        return str(self.events[0]["response"]["id"])
+
+    @property
+    def text(self) -> str:
+        """All deltas, joined."""
+        return "".join(event["delta"] for event in self.events if event["type"] == "response.output_text.delta")
+
+
+def body(sampling: dict[str, Any]) -> dict[str, Any]:
+    """A background response of exactly 200 tokens, streamed."""
+    return {
+        "model": MODEL,
+        "input": "Write a story about a lighthouse keeper and a whale.",
+        "max_output_tokens": TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "background": True,
+        **sampling,
+    }
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.95, "seed": 7}], ids=["greedy", "seeded"]
+)
+def test_a_stream_outlives_its_worker_and_its_node(
+    site: Site, workers: list[Worker], nodes: list[ApiProcess], sampling: dict[str, Any]
+) -> None:
+    """Its worker is killed, then the API node that streams it; the client resumes at the other node after the last
+    number it saw. Numbers have no gap, and the text is byte for byte that of an undisturbed run."""
+    undisturbed, disturbed = Stream(), Stream()
+    with httpx.stream("POST", f"{nodes[0].base_url}/v1/responses", json=body(sampling), timeout=120) as response:
+        undisturbed.attach(response)
+        undisturbed.read()
+    assert undisturbed.events[-1]["type"] == "response.incomplete"
+
+    jobs = Client(site.settings)
+    with httpx.stream("POST", f"{nodes[0].base_url}/v1/responses", json=body(sampling), timeout=120) as response:
+        disturbed.attach(response)
+        disturbed.read(until=40)
+        record = jobs.get(disturbed.id)
+        (pid,) = [rank["pid"] for rank in site.ranks(MODEL) if rank["id"] == record.rank]
+        victim = next(worker for worker in workers if worker.process.pid == pid)
+        victim.signal(signal.SIGKILL)
+        wait_until(lambda: jobs.get(disturbed.id).attempt == 2, description="the takeover", timeout_s=60)
+        nodes[0].stop(signal.SIGKILL)
+        disturbed.read()
+    resumed = f"{nodes[1].base_url}/v1/responses/{disturbed.id}"
+    after = disturbed.events[-1]["sequence_number"]
+    with httpx.stream("GET", resumed, params={"stream": "true", "starting_after": after}, timeout=120) as response:
+        disturbed.attach(response)
+        disturbed.read()
+
+    assert [event["sequence_number"] for event in disturbed.events] == list(range(len(disturbed.events)))
+    assert disturbed.text == undisturbed.text
+    final = disturbed.events[-1]["response"]
+    assert final["usage"]["output_tokens"] == TOKENS
+    assert jobs.get(disturbed.id).outputs[0].text == undisturbed.text
+    jobs.close()
+    workers.append(site.worker(model=MODEL))
+
+
+def test_an_official_client_gets_an_answer(workers: list[Worker], nodes: list[ApiProcess]) -> None:
+    """Sync, through Redis and Celery: the model knows its colours."""
+    assert len(workers) >= 2
+    answer = (
+        nodes[0]
+        .openai(timeout=120)
+        .responses.create(
+            model=MODEL, input="What colour is the sky on a clear day?", max_output_tokens=24, temperature=0
+        )
+    )
+    assert "blue" in answer.output_text.lower()
