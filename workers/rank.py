@@ -77,7 +77,7 @@ class Rank:
     # -- starting ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Load the model and begin to serve; blocks while loading. An error is kept in `state` and `error`, and raised."""
+        """Load the model and begin to serve; blocks while loading. An error is kept in `error`, and raised."""
         try:
             self._engine = self._load()
             self._open()
@@ -137,7 +137,7 @@ class Rank:
         self._started = True
 
     def _claim_id(self) -> None:
-        """Register under the node's name, or under `name-2`, ... when a living process of that name serves the model."""
+        """Register under the node's name, or `name-2`, ... when a living process of that name serves the model."""
         for number in range(1, 1000):
             self._id = self._node if number == 1 else f"{self._node}-{number}"
             if self._beat():
@@ -228,7 +228,7 @@ class Rank:
         return self._registry.beat(self._id, self._incarnation, lease_ms=self._lease_ms, facts=self.facts())
 
     def _register(self) -> None:
-        """Heartbeat and hints. A hint about a held job (it was cancelled, somebody watches it) makes the outlet look."""
+        """Heartbeat and hints. A hint about a held job (a cancel, a new watcher) makes the outlet look."""
         while not self._stopping.is_set():
             pubsub = self._registrar.pubsub()
             try:

@@ -1,0 +1,16 @@
+"""Greedy output is what it was when it was last looked at."""
+
+from __future__ import annotations
+
+import pytest
+
+from tasks.ports import Engine
+from tests.engine import golden
+
+
+@pytest.mark.parametrize(
+    ("engine", "source"), [("tiny", "random:7"), ("smollm2", "smollm2-135m-instruct")], indirect=["engine"]
+)
+def test_golden_tokens(engine: Engine, source: str) -> None:
+    """Prompts have the same ids, and their greedy output the same tokens, on every machine."""
+    assert golden.generate(engine) == golden.load()[source]

@@ -1,0 +1,346 @@
+"""The batching loop over the tiny model, driven tick by tick from the test's own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pool.errors import InvalidRequest
+from pool.rules.batching import Budgets
+from tasks.payloads import Sampling
+from tasks.ports import Engine, Event, Failed, Finished, Generation, Member, StepResult, Tokens
+from workers.engines.numpy_llama import NumpyLlama
+from workers.engines.tiny import tiny_llama
+from workers.loop import BatchingLoop
+
+GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+SEEDED = Sampling(temperature=0.9, top_p=0.95, ignore_eos=True)
+
+
+def make_loop(
+    engine: Engine | None = None, *, limit: int = 8, kv_positions: int = 10_000, **budgets: Any
+) -> BatchingLoop:
+    """A loop with an engine of its own."""
+    defaults = {"max_batch_size": 8, "max_prefill_tokens_per_tick": 64}
+    engine = engine or NumpyLlama(*tiny_llama(7))
+    bounds = Budgets(kv_positions=kv_positions, prefill_grid=engine.prefill_grid, **(defaults | budgets))
+    return BatchingLoop(engine, bounds, limit)
+
+
+def generation(job: str = "a", prompt: Sequence[int] = range(10, 30), **fields: Any) -> Generation:
+    """A greedy generation of eight tokens."""
+    defaults: dict[str, Any] = {"attempt": 1, "sampling": GREEDY, "max_tokens": 8, "seed": 11}
+    return Generation(job=job, prompt=np.array(prompt, dtype=np.int32), **(defaults | fields))
+
+
+def run(loop: BatchingLoop, *, ticks: int = 3000) -> list[Event]:
+    """Tick until nothing is left, and return all events."""
+    events: list[Event] = []
+    for _ in range(ticks):
+        more, did_work = loop.tick()
+        events += more
+        if not did_work:
+            return events
+    raise AssertionError("the loop did not come to an end")
+
+
+def tokens_of(events: Sequence[Event], job: str = "a", choice: int = 0) -> list[int]:
+    """Token ids delivered for one choice."""
+    return [
+        token
+        for event in events
+        if isinstance(event, Tokens) and (event.job, event.choice) == (job, choice)
+        for token in event.token_ids
+    ]
+
+
+def text_of(events: Sequence[Event], job: str = "a") -> str:
+    """Text delivered for a job's first choice."""
+    return "".join(event.text for event in events if isinstance(event, Tokens) and event.job == job)
+
+
+def finished(events: Sequence[Event], job: str = "a") -> Finished:
+    """How a job ended by itself."""
+    (found,) = [event for event in events if isinstance(event, Finished) and event.job == job]
+    return found
+
+
+class FaultyEngine(NumpyLlama):
+    """The numpy engine, raising whenever one of the sessions in `culprits` is in the batch."""
+
+    culprits: frozenset[str] = frozenset()
+    calls = 0
+
+    def step(self, batch: Sequence[Member]) -> list[StepResult]:
+        self.calls += 1
+        if any(member.session in self.culprits for member in batch):
+            raise OSError("the prompt must not appear in any message")
+        return super().step(batch)
+
+
+def test_a_job_runs_to_its_limit_and_tells_all() -> None:
+    """Its tokens arrive one event a step, the texts join to the result, and nothing is left behind."""
+    loop = make_loop()
+    loop.submit(generation())
+    events = run(loop)
+    end = finished(events)
+    assert len(tokens_of(events)) == 8
+    assert (end.outputs[0].finish_reason, end.outputs[0].tokens, end.prompt_tokens) == ("length", 8, 20)
+    assert text_of(events) == end.outputs[0].text
+    assert loop.telemetry()["kv_reserved_bytes"] == 0
+    assert loop.capacity().in_flight == 0
+
+
+def test_eight_sessions_take_as_many_decode_batches_as_one() -> None:
+    """Batching is real: N tokens for 8 sessions cost N - 1 decode batches (the first comes with the prefill), not 8 N."""
+    loop = make_loop(max_prefill_tokens_per_tick=1000)
+    for index in range(8):
+        loop.submit(generation(f"job-{index}"))
+    run(loop)
+    assert loop.counters.decode_batches == 7
+    assert loop.counters.decode_tokens == 56
+    assert loop.telemetry()["batch_occupancy_avg"] == 8.0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_streams_do_not_depend_on_company(sampling: Sampling) -> None:
+    """Alone, with seven others, with fewer rows than sessions and with small prefill budgets: the same tokens."""
+    alone = make_loop()
+    alone.submit(generation(sampling=sampling, max_tokens=30))
+    expected = tokens_of(run(alone))
+    for budgets in ({}, {"max_batch_size": 3}, {"max_prefill_tokens_per_tick": 16}):
+        loop = make_loop(**budgets)
+        for index in range(7):
+            loop.submit(
+                generation(f"other-{index}", range(40 + index, 90 + 3 * index), sampling=sampling, max_tokens=20)
+            )
+        loop.submit(generation(sampling=sampling, max_tokens=30))
+        assert tokens_of(run(loop)) == expected
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("logged", [1, 7, 23, 39, 40])
+def test_a_takeover_continues_the_very_same_stream(sampling: Sampling, logged: int) -> None:
+    """Logged tokens are forced, never drawn or told again; what follows is what would have followed, to the end of the
+    text, also when the log already holds the last token."""
+    whole = make_loop()
+    whole.submit(generation(sampling=sampling, max_tokens=40))
+    events = run(whole)
+    tokens, text = tokens_of(events), finished(events).outputs[0].text
+    heir = make_loop()
+    heir.submit(generation(sampling=sampling, max_tokens=40, attempt=2, replay=(tuple(tokens[:logged]),)))
+    after = run(heir)
+    assert tokens_of(after) == tokens[logged:]
+    assert finished(after).outputs[0].text == text
+    assert finished(after).outputs[0].tokens == 40
+
+
+def test_logits_after_a_takeover_are_bitwise_those_before() -> None:
+    """Prefilling the prompt and feeding logged tokens one row at a time gives the same bits as having drawn them."""
+    rows: dict[int, list[bytes]] = {1: [], 2: []}
+
+    class Recording(NumpyLlama):
+        """Keeps the bits of every row that was asked for."""
+
+        def step(self, batch: Sequence[Member]) -> list[StepResult]:
+            results = super().step(batch)
+            for member, result in zip(batch, results, strict=True):
+                row = getattr(result, "row", None)
+                if row is not None:
+                    rows[member.epoch].append(row.tobytes())
+            return results
+
+    loop = make_loop(Recording(*tiny_llama(7)))
+    loop.submit(generation(max_tokens=24))
+    tokens = tokens_of(run(loop))
+    heir = make_loop(Recording(*tiny_llama(7)))
+    heir.submit(generation(max_tokens=24, attempt=2, replay=(tuple(tokens[:10]),)))
+    heir.submit(generation("company", range(70, 120), attempt=3, max_tokens=24))
+    rows[3] = []
+    run(heir)
+    assert rows[2] == rows[1][10:]
+    assert len(rows[2]) == 14
+
+
+def test_a_cancel_stops_before_the_next_step() -> None:
+    """No event follows it, the slot and the reservation are free, and it is true only once."""
+    loop = make_loop(limit=1)
+    loop.submit(generation("a", max_tokens=500))
+    loop.submit(generation("b"))
+    for _ in range(5):
+        loop.tick()
+    assert loop.cancel("a", 1)
+    events = run(loop)
+    assert [event for event in events if event.job == "a"] == []
+    assert len(tokens_of(events, "b")) == 8
+    assert not loop.cancel("a", 1)
+    assert not loop.cancel("b", 1)
+    assert loop.telemetry()["cancelled_jobs"] == 1
+    assert loop.telemetry()["completed_jobs"] == 1
+
+
+def test_a_waiting_job_can_be_cancelled() -> None:
+    """One that has no slot yet leaves the queue."""
+    loop = make_loop(limit=1)
+    loop.submit(generation("a"))
+    loop.submit(generation("b"))
+    loop.tick()
+    assert loop.cancel("b", 1)
+    events = run(loop)
+    assert {event.job for event in events} == {"a"}
+    assert loop.capacity().in_flight == 0
+
+
+def test_newcomers_do_not_pass_the_queue() -> None:
+    """A slot freed by a cancel goes to whoever waited first."""
+    loop = make_loop(limit=1)
+    for job in ("a", "b", "c"):
+        loop.submit(generation(job, max_tokens=3))
+    loop.tick()
+    loop.cancel("a", 1)
+    ends = [event.job for event in run(loop) if isinstance(event, Finished)]
+    assert ends == ["b", "c"]
+
+
+def test_sessions_share_the_kv_budget_without_overrunning_it() -> None:
+    """Together they never reserve more than there is; the ones that do not fit wait and still end."""
+    loop = make_loop(kv_positions=60)
+    for index in range(5):
+        loop.submit(generation(f"job-{index}"))
+    peaks = []
+    events: list[Event] = []
+    for _ in range(200):
+        more, did_work = loop.tick()
+        events += more
+        peaks.append(loop.telemetry()["kv_reserved_bytes"] // loop.engine.bytes_per_token)
+        if not did_work:
+            break
+    assert max(peaks) == 54
+    assert sum(isinstance(event, Finished) for event in events) == 5
+
+
+def test_what_can_never_fit_is_refused_by_name() -> None:
+    """A job larger than the whole budget is no queue's business."""
+    loop = make_loop(kv_positions=20)
+    with pytest.raises(InvalidRequest, match=r"27 tokens.*holds 20") as refusal:
+        loop.submit(generation())
+    assert refusal.value.code == "kv_budget_exceeded"
+    assert loop.capacity().in_flight == 0
+
+
+def test_one_failing_member_fails_alone() -> None:
+    """The engine raises while a culprit is in the batch: it fails by name, its mates' streams are untouched, and no
+    message repeats what the engine said."""
+    alone = make_loop()
+    alone.submit(generation("mate", max_tokens=12))
+    expected = tokens_of(run(alone), "mate")
+    engine = FaultyEngine(*tiny_llama(7))
+    loop = make_loop(engine)
+    loop.submit(generation("mate", max_tokens=12))
+    loop.submit(generation("bad", max_tokens=12))
+    events = [*loop.tick()[0], *loop.tick()[0]]
+    engine.culprits = frozenset({"bad/0"})
+    events += run(loop)
+    (failure,) = [event for event in events if isinstance(event, Failed)]
+    assert (failure.job, failure.code) == ("bad", "engine_error")
+    assert "prompt" not in failure.message
+    assert tokens_of(events, "mate") == expected
+    assert loop.capacity().in_flight == 0
+    assert loop.telemetry()["kv_reserved_bytes"] == 0
+
+
+def test_kv_that_vanished_is_prefilled_again_unseen() -> None:
+    """A cache miss costs time, not tokens."""
+    loop = make_loop()
+    loop.submit(generation(max_tokens=20))
+    expected = tokens_of(run(loop))
+    other = make_loop()
+    other.submit(generation(max_tokens=20))
+    events: list[Event] = []
+    for _ in range(9):
+        events += other.tick()[0]
+    other.engine.release("a/0", 1)
+    events += run(other)
+    assert tokens_of(events) == expected
+    assert other.telemetry()["cache_misses_total"] == 1
+
+
+def test_choices_differ_and_repeat() -> None:
+    """n = 3 gives three streams with one seed, the same three the next time, and one Finished for all."""
+    streams = []
+    for _ in range(2):
+        loop = make_loop()
+        loop.submit(generation(n=3, sampling=SEEDED, max_tokens=16))
+        events = run(loop)
+        assert len(finished(events).outputs) == 3
+        streams.append([tokens_of(events, choice=choice) for choice in range(3)])
+    assert streams[0] == streams[1]
+    assert len({tuple(stream) for stream in streams[0]}) == 3
+
+
+def test_end_of_text_and_stop_strings_end_a_choice() -> None:
+    """Whatever text a free run gives, a stop string inside it cuts the next run right before it."""
+    loop = make_loop()
+    loop.submit(generation(max_tokens=40))
+    text = finished(run(loop)).outputs[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    assert stop.strip("\ufffd"), "the tiny model's text is good for this test"
+    again = make_loop()
+    again.submit(generation(max_tokens=40, sampling=replace_stop(stop)))
+    events = run(again)
+    end = finished(events).outputs[0]
+    assert end.finish_reason == "stop"
+    assert end.text == text[: text.index(stop)] == text_of(events)
+
+
+def replace_stop(stop: str) -> Sampling:
+    """The greedy sampling with a stop string."""
+    return GREEDY.model_copy(update={"stop": (stop,)})
+
+
+def test_stopping_returns_what_had_not_ended() -> None:
+    """The host hands these back; all KV is free."""
+    loop = make_loop(limit=1)
+    given = [generation("a"), generation("b")]
+    for each in given:
+        loop.submit(each)
+    loop.tick()
+    assert loop.stop() == given
+    assert loop.telemetry()["kv_reserved_bytes"] == 0
+    assert loop.capacity().in_flight == 0
+
+
+def test_the_limit_can_change_while_running() -> None:
+    """`pool_grow` and `pool_shrink` act on the next tick; running sessions finish."""
+    loop = make_loop(limit=1)
+    for index in range(4):
+        loop.submit(generation(f"job-{index}", max_tokens=50))
+    loop.tick()
+    assert loop.telemetry()["active_sessions"] == 1
+    loop.set_limit(3)
+    loop.tick()
+    assert loop.telemetry()["active_sessions"] == 3
+    loop.set_limit(0)
+    assert loop.effective_limit() == 1
+    run(loop)
+    assert loop.telemetry()["completed_jobs"] == 4
+
+
+def test_an_old_attempt_is_another_job() -> None:
+    """The same job under a new attempt while the old one is still here: both run, neither sees the other's KV."""
+    loop = make_loop()
+    first = generation(max_tokens=10)
+    loop.submit(first)
+    loop.tick()
+    loop.submit(replace(first, attempt=2))
+    events = run(loop)
+    by_attempt: dict[int, list[int]] = {1: [], 2: []}
+    for event in events:
+        if isinstance(event, Tokens):
+            by_attempt[event.attempt] += event.token_ids
+    assert by_attempt[1][-9:] == by_attempt[2][1:]
+    assert len(by_attempt[2]) == 10
