@@ -26,7 +26,7 @@ from tests.engine.gguf_writing import dequantised_copy
 #: Measured: 3e-4.
 TOLERANCE = 5e-3
 STEPS = 32
-#: So many prompts, every other one, are continued; all at once.
+#: Prompts that llama.cpp continues at once.
 SLOTS = 10
 STRINGS: dict[str, list[str]] = json.loads((Path(__file__).parent / "strings.json").read_text(encoding="utf-8"))
 PROMPTS = [

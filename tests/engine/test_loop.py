@@ -96,7 +96,7 @@ def test_a_job_runs_to_its_limit_and_tells_all() -> None:
 
 
 def test_eight_sessions_take_as_many_decode_batches_as_one() -> None:
-    """Batching is real: N tokens for 8 sessions cost N - 1 decode batches (the first comes with the prefill), not 8 N."""
+    """Batching is real: N tokens for 8 sessions cost N - 1 decode batches (one comes with the prefill), not 8 N."""
     loop = make_loop(max_prefill_tokens_per_tick=1000)
     for index in range(8):
         loop.submit(generation(f"job-{index}"))
