@@ -20,13 +20,15 @@ from pool.store.server import StateServer
 from tasks.config import Settings, state_folder
 from tasks.supervisor import Child
 
-MAX_DEFAULT_THREADS = 4
 #: How long a child may take beyond its own grace before it is killed.
 STOP_MARGIN_S = 10.0
 API_GRACE_S = 40.0
 READY_TIMEOUT_S = 2.0
+#: A worker's environment: one BLAS thread, because the engine has threads of its own and BLAS's would spin beside them.
 #: Every library that may stand behind numpy reads one of these, at import.
-THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+WORKER_ENV = dict.fromkeys(
+    ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
+)
 
 
 def enabled_models(settings: Settings) -> list[str]:
@@ -49,18 +51,12 @@ def worker_argv(model: str, *, concurrency: int | None = None, name: str | None 
     return argv if concurrency is None else [*argv, "--concurrency", str(concurrency)]
 
 
-def worker_env(settings: Settings, model: str) -> dict[str, str]:
-    """The variables a worker needs before its first import of numpy."""
-    threads = settings.models[model].threads or min(MAX_DEFAULT_THREADS, _cores())
-    return dict.fromkeys(THREAD_VARIABLES, str(threads))
-
-
 def worker_child(settings: Settings, model: str, *, log_path: Path | None = None) -> Child:
     """A worker of `model`; SIGTERM lets it drain."""
     return Child(
         name=f"worker {model}",
         argv=worker_argv(model),
-        env=worker_env(settings, model),
+        env=WORKER_ENV,
         stop_grace_s=settings.worker.drain_grace_seconds + STOP_MARGIN_S,
         log_path=log_path,
     )
@@ -165,11 +161,5 @@ def base_url(host: str, port: int) -> str:
 
 def exec_worker(settings: Settings, model: str, *, concurrency: int | None, name: str | None) -> None:
     """Become the worker of `model`. Does not return."""
-    environment: Mapping[str, str] = {**os.environ, **worker_env(settings, model)}
+    environment: Mapping[str, str] = {**os.environ, **WORKER_ENV}
     os.execve(sys.executable, worker_argv(model, concurrency=concurrency, name=name), environment)
-
-
-def _cores() -> int:
-    """Cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not every system has it
-    return len(affinity(0)) if affinity else os.cpu_count() or 1

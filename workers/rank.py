@@ -7,7 +7,6 @@ Threads: the engine's (batching loop), the intake's (blocking reads), the outlet
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
 import time
@@ -91,7 +90,8 @@ class Rank:
 
     def _load(self) -> Engine:
         model = self._model_settings
-        threadpool_limits(limits=model.threads or min(4, _cores()), user_api="blas")
+        # The engine has threads of its own; BLAS's would spin beside them.
+        threadpool_limits(limits=1, user_api="blas")
         started = time.monotonic()
         weights = None if model.source.startswith("random:") else ensure_weights(model.source)
         engine = load_engine(self.model, model, weights=weights)
@@ -252,7 +252,3 @@ class Rank:
             message = pubsub.get_message(ignore_subscribe_messages=True, timeout=LISTEN_S)
             if message is not None:
                 self._outlet.nudge()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
