@@ -94,7 +94,7 @@ def worker(model: str, concurrency: int | None, name: str | None) -> None:
     hint = state_server_hint(settings)
     if hint:
         click.echo(f"genpool: {hint}", err=True)  # Celery keeps trying: the server may be on its way
-    launch.exec_worker(settings, model, concurrency=concurrency, name=name)
+    launch.exec_worker(model, concurrency=concurrency, name=name)
 
 
 @cli.command()

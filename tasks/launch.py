@@ -159,7 +159,7 @@ def base_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def exec_worker(settings: Settings, model: str, *, concurrency: int | None, name: str | None) -> None:
+def exec_worker(model: str, *, concurrency: int | None, name: str | None) -> None:
     """Become the worker of `model`. Does not return."""
     environment: Mapping[str, str] = {**os.environ, **WORKER_ENV}
     os.execve(sys.executable, worker_argv(model, concurrency=concurrency, name=name), environment)

@@ -1,4 +1,4 @@
-"""The intake: the thread that reads jobs for a rank, only as many as fit its free slots, and hands them to the runner."""
+"""The intake: the thread that reads jobs for a rank, only as many as fit its free slots, and hands them on."""
 
 from __future__ import annotations
 
