@@ -1,8 +1,9 @@
-"""Looking at processes in tests."""
+"""Processes and ports in tests."""
 
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 
@@ -17,6 +18,13 @@ def is_running(pid: int) -> bool:
         return stat.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return not Path("/proc/self").exists()  # without /proc, the signal's answer is the best there is
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def descendants(pid: int) -> dict[int, str]:

@@ -15,8 +15,8 @@ from tasks.client import Client
 from tasks.payloads import Sampling, TextPrompt
 from tests.builders import request
 from tests.integration.celery_process import ROOT, Site
+from tests.processes import free_port
 from tests.waiting import wait_until
-from tests.webapp.api_process import free_port
 
 CANARY = "ZQ-CANARY-17"
 

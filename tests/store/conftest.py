@@ -11,6 +11,7 @@ from pool.store.delivery import Delivery
 from pool.store.jobs import JobStore
 from pool.store.server import StateServer
 from tests import builders
+from tests.processes import free_port
 from tests.waiting import wait_until
 
 
@@ -18,7 +19,9 @@ from tests.waiting import wait_until
 def state_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StateServer]:
     """A one-node cluster that owns every slot."""
     folder = tmp_path_factory.mktemp("cluster")
-    with StateServer(folder, port=0, extra_args=["--cluster-enabled", "yes"]) as server:
+    # Without its own number the cluster port is the server's plus 10,000, which is none for a high port.
+    arguments = ["--cluster-enabled", "yes", "--cluster-port", str(free_port())]
+    with StateServer(folder, port=0, extra_args=arguments) as server:
         client = connect(server.url)
         client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         wait_until(lambda: client.cluster("INFO")["cluster_state"] == "ok", description="the cluster to be up")

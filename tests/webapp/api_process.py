@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +11,10 @@ from pathlib import Path
 import httpx
 from openai import OpenAI
 
+from tests.processes import free_port
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class ApiProcess:
