@@ -1,0 +1,43 @@
+"""Virtual environments of the peers, with pinned versions, outside of genpool's own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from benchmarks.report import note
+
+#: Peer -> what its environment holds. Each gets the fast parser, as genpool has it.
+REQUIREMENTS = {
+    "celery": ("celery[redis]==5.6.3", "kombu==5.7.0", "redis==8.1.0", "hiredis==3.5.0"),
+    "taskiq": ("taskiq==0.13.0", "taskiq-redis==1.2.4", "redis==8.1.0", "hiredis==3.5.0", "uvloop==0.23.0"),
+    "dramatiq": ("dramatiq[redis]==2.2.1", "redis==8.1.0", "hiredis==3.5.0"),
+}
+
+
+def environment(peer: str) -> Path | None:
+    """The folder of the peer's programs; installs them on first use. None when they cannot be installed."""
+    pins = REQUIREMENTS[peer]
+    digest = hashlib.sha256("\n".join([sys.version, *pins]).encode()).hexdigest()[:12]
+    folder = _cache() / f"{peer}-{digest}"
+    if not (folder / ".complete").exists():
+        note(f"installing {peer}: {', '.join(pins)}")
+        shutil.rmtree(folder, ignore_errors=True)
+        venv.create(folder, with_pip=True)
+        command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        done = subprocess.run([*command, *pins], capture_output=True, text=True, check=False)
+        if done.returncode:
+            note(f"{peer} is left out: pip ended with {done.returncode}\n{done.stderr.strip()[-500:]}")
+            return None
+        (folder / ".complete").touch()
+    return folder / "bin"
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "genpool" / "bench-peers"

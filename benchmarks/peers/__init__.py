@@ -1,0 +1,1 @@
+"""Other queues' workers and clients. Each module runs in its peer's own environment and imports nothing of genpool."""
