@@ -14,7 +14,7 @@ import redis
 
 from benchmarks.noop_engine import NoopEngine
 from pool.store.connection import Client, connect
-from pool.store.delivery import Ending
+from pool.store.handouts import Ending
 from pool.store.keys import GROUP, ModelKeys, node_channel
 from pool.store.log import LogEntry, pack
 from pool.store.ranks import Card, RankRegistry
@@ -37,6 +37,7 @@ class MinimalLoop:
         self._ttl_ms = ttl_ms
         self._keys = ModelKeys(f"{MODEL}:0")
         self._job, self._log = self._keys.job(""), self._keys.log("")
+        self._tombstone = self._keys.tombstone("")
         self._begin, self._complete = script("begin"), script("complete")
         self._entry = pack(LogEntry(0, 0, (0,), ""))
         self._fields = Ending("completed", (Output("", "stop", 1),), prompt_tokens=1).fields()
@@ -80,13 +81,13 @@ class MinimalLoop:
 
     def _begin_arguments(self, entry: str, token: str, nonce: str) -> tuple[Any, ...]:
         keys = self._keys
-        return ("EVALSHA", self._begin.sha, 3, self._job + token, keys.queue, keys.leases,
-                token, entry, RANK, nonce, self._lease_ms)  # fmt: skip
+        return ("EVALSHA", self._begin.sha, 4, self._job + token, keys.queue, keys.leases, keys.timers,
+                token, entry, RANK, nonce, self._lease_ms, 0)  # fmt: skip
 
     def _complete_arguments(self, token: str, attempt: int, nonce: str) -> tuple[Any, ...]:
         keys = self._keys
-        return ("EVALSHA", self._complete.sha, 6, self._job + token, self._log + token,
-                keys.queue, keys.index, keys.leases, keys.outbox,
+        return ("EVALSHA", self._complete.sha, 8, self._job + token, self._log + token,
+                keys.queue, keys.index, keys.leases, keys.outbox, keys.timers, self._tombstone + token,
                 token, attempt, nonce, 0, 1, 1, self._entry, "completed", self._ttl_ms,
                 len(self._fields), *self._fields)  # fmt: skip
 
@@ -94,12 +95,11 @@ class MinimalLoop:
         """Raises RuntimeError when the store's own calls have changed and these have not."""
         keys, token, nonce = self._keys, "t", "n"
         begin = self._begin(
-            job=keys.job(token), queue=keys.queue, leases=keys.leases,
-            token=token, entry="1-1", rank=RANK, nonce=nonce, lease=self._lease_ms,
+            job=keys.job(token), queue=keys.queue, leases=keys.leases, timers=keys.timers,
+            token=token, entry="1-1", rank=RANK, nonce=nonce, lease=self._lease_ms, alone=0,
         )  # fmt: skip
         complete = self._complete(
-            job=keys.job(token), log=keys.log(token), queue=keys.queue, index=keys.index, leases=keys.leases,
-            outbox=keys.outbox, token=token, attempt=1, nonce=nonce, first_seq=0, count=1, entries=[self._entry],
+            **keys.ending(token), token=token, attempt=1, nonce=nonce, first_seq=0, count=1, entries=[self._entry],
             state="completed", ttl=self._ttl_ms, fields=self._fields,
         )  # fmt: skip
         ours = (self._begin_arguments("1-1", token, nonce), self._complete_arguments(token, 1, nonce))

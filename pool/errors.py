@@ -6,9 +6,11 @@
     │   ├── InvalidRequest        the caller's input is wrong; names the field and the limit
     │   │   └── ContextTooLong    prompt + max tokens do not fit; carries both numbers
     │   ├── UnknownModel          no catalogue entry of that name
+    │   ├── KeyConflict           the Idempotency-Key stands for another request
     │   ├── QueueFull             bounded queue; carries when to come back
     │   └── StateUnavailable      the state server is away, read-only or out of memory
-    ├── JobUnknown                no such id (never issued, expired or deleted)
+    ├── JobUnknown                no such id (never issued, or deleted)
+    │   └── JobExpired            the job ended, and its result was kept as long as promised
     ├── JobNotCancellable         the job has already ended in another way
     ├── Stale                     a write with an old fence: the attempt is no longer ours
     └── GenerationFailed          after queueing: the job's terminal record says so too
@@ -89,10 +91,22 @@ class StateUnavailable(Refused):
     code = "state_unavailable"
 
 
+class KeyConflict(Refused):
+    """The caller's Idempotency-Key was used before, for another request."""
+
+    code = "idempotency_conflict"
+
+
 class JobUnknown(GenpoolError):
-    """No job has this id (never issued, expired or deleted)."""
+    """No job has this id (never issued, or deleted)."""
 
     code = "not_found"
+
+
+class JobExpired(JobUnknown):
+    """The job has ended, and its result was kept as long as promised; only its id is remembered."""
+
+    code = "expired"
 
 
 class JobNotCancellable(GenpoolError):

@@ -36,6 +36,13 @@ class ServerSettings(Section):
         le=86400,
         description="Longest a synchronous request waits before it is answered 504 with its id.",
     )
+    orphan_grace_seconds: float = Field(
+        default=15,
+        ge=1,
+        le=3600,
+        description="A synchronous or plainly streamed job is cancelled when nobody has waited for it this long, "
+        "because its API process died.",
+    )
     keepalive_seconds: float = Field(
         default=15, gt=0, le=60, description="A stream without news sends a comment line at least this often."
     )
@@ -73,6 +80,12 @@ class StateSettings(Section):
     result_ttl_seconds: int = Field(
         default=86400, ge=1, le=31_536_000, description="How long a job can be read after it ended."
     )
+    tombstone_ttl_seconds: int = Field(
+        default=86400,
+        ge=0,
+        le=31_536_000,
+        description="How much longer an ended job's id is remembered: reading it answers 410 instead of 404.",
+    )
     celery_results: Literal["celery", "all"] = Field(
         default="celery",
         description="Which jobs also write a Celery result: those sent through Celery, or all of them.",
@@ -102,6 +115,13 @@ class WorkerSettings(Section):
         le=3600,
         description="After SIGTERM, running generations may finish this long; the rest is handed back.",
     )
+    stall_timeout_seconds: float = Field(
+        default=60,
+        ge=1,
+        le=3600,
+        description="A worker whose engine makes no step for this long gives up its leases and exits. Must exceed the "
+        "longest step.",
+    )
     flush_idle_ms: int = Field(
         default=500, ge=1, le=5000, description="How often tokens of jobs that nobody watches are written to the log."
     )
@@ -118,6 +138,12 @@ class LimitSettings(Section):
 
     pending_per_model: int = Field(
         default=1024, ge=1, le=1_000_000, description="Jobs a model holds, queued and running."
+    )
+    queue_timeout_seconds: float = Field(
+        default=600, gt=0, le=604_800, description="A job that no worker has begun after this long fails."
+    )
+    run_timeout_seconds: float = Field(
+        default=3600, gt=0, le=604_800, description="A job that has not ended this long after it was begun fails."
     )
     body_bytes: int = Field(default=8 * 2**20, ge=1024, le=2**30, description="Largest request body.")
 

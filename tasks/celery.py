@@ -35,8 +35,9 @@ def create_app(settings: Settings) -> Celery:
         worker_concurrency=UNLIMITED_CONCURRENCY,
         worker_prefetch_multiplier=1,
         worker_hijack_root_logger=True,
-        worker_send_task_events=True,
-        task_send_sent_event=True,
+        # Off until somebody asks (-E, enable_events; Flower does): events cost more than a short generation's queueing.
+        worker_send_task_events=False,
+        task_send_sent_event=False,
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
         # Reply queues of `inspect` callers that went away would otherwise stay for ever.

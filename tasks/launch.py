@@ -51,11 +51,11 @@ def worker_argv(model: str, *, concurrency: int | None = None, name: str | None 
     return argv if concurrency is None else [*argv, "--concurrency", str(concurrency)]
 
 
-def worker_child(settings: Settings, model: str, *, log_path: Path | None = None) -> Child:
-    """A worker of `model`; SIGTERM lets it drain."""
+def worker_child(settings: Settings, model: str, *, log_path: Path | None = None, events: bool = False) -> Child:
+    """A worker of `model`; SIGTERM lets it drain. `events`: it sends task events from its first job on."""
     return Child(
         name=f"worker {model}",
-        argv=worker_argv(model),
+        argv=[*worker_argv(model), *(["--task-events"] if events else [])],
         env=WORKER_ENV,
         stop_grace_s=settings.worker.drain_grace_seconds + STOP_MARGIN_S,
         log_path=log_path,
@@ -118,7 +118,7 @@ def stages(
     plan = [
         [state_child(server)] if server else [],
         flower,
-        [worker_child(settings, model) for model in enabled_models(settings)],
+        [worker_child(settings, model, events=bool(flower)) for model in enabled_models(settings)],
         [api_child(settings, port)],
     ]
     return [stage for stage in plan if stage]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from pool.errors import GenpoolError
@@ -16,10 +17,11 @@ log = logging.getLogger("genpool.maintenance")
 
 #: Well under half the shortest lease, so that the sweep's own gap rule does not hold expiry back.
 EVERY_S = 0.4
+GATHER_S = 0.02
 
 
 class Maintenance:
-    """Sweeps each model at a steady pace until stopped. `chores` run once a turn, and at once after `wake`."""
+    """Sweeps each model at a steady pace until stopped. `chores` run with each sweep, and soon after `wake`."""
 
     def __init__(
         self,
@@ -42,8 +44,9 @@ class Maintenance:
         self._thread.start()
 
     def wake(self) -> None:
-        """Do the next turn now."""
-        self._wake.set()
+        """Do the chores soon, without waiting for the next sweep."""
+        if not self._wake.is_set():
+            self._wake.set()
 
     def stop(self) -> None:
         """End the thread, after one last turn."""
@@ -52,15 +55,22 @@ class Maintenance:
         self._thread.join()
 
     def _run(self) -> None:
+        next_sweep_s = 0.0
         while not self._stopping:
-            self._wake.wait(self._every_s)
+            self._wake.wait(max(0.0, next_sweep_s - time.monotonic()))
             self._wake.clear()
-            self.turn()
+            sweeps = time.monotonic() >= next_sweep_s
+            if sweeps:
+                next_sweep_s = time.monotonic() + self._every_s
+            self.turn(sweeps=sweeps)
+            # Many endings in a row are one turn.
+            time.sleep(GATHER_S)
+        self.turn(sweeps=False)
 
-    def turn(self) -> None:
+    def turn(self, *, sweeps: bool = True) -> None:
         """One sweep of each model and each chore; failures are logged once until they pass."""
         try:
-            for model in self._models:
+            for model in self._models if sweeps else ():
                 swept = self._sweeper.sweep(model)
                 if swept.requeued or swept.poisoned:
                     log.warning(

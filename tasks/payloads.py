@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from pool.errors import InvalidRequest
 
@@ -50,7 +50,7 @@ class Sampling(Strict):
     @field_validator("stop")
     @classmethod
     def _stop_is_text(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(encodable(item) for item in value)
+        return tuple(encodable(item) for item in value) if value else value
 
 
 class Message(Strict):
@@ -94,15 +94,29 @@ class TokenPrompt(Strict):
 Prompt = Annotated[ChatPrompt | TextPrompt | TokenPrompt, Field(discriminator="type")]
 
 
-class GenerationRequest(Strict):
-    """What is to be generated. `max_tokens` None: as many as the context leaves."""
+#: Reads a prompt that was stored as JSON.
+PROMPT: TypeAdapter[ChatPrompt | TextPrompt | TokenPrompt] = TypeAdapter(Prompt)
+
+
+class GenerationOptions(Strict):
+    """How to generate, without the prompt: what a worker reads of a job whose prompt is tokenized already.
+    `max_tokens` None: as many as the context leaves."""
 
     version: Literal[1] = 1
-    model: str = Field(min_length=1, max_length=64)
-    prompt: Prompt
     sampling: Sampling = Sampling()
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
+
+
+class GenerationRequest(GenerationOptions):
+    """What is to be generated."""
+
+    model: str = Field(min_length=1, max_length=64)
+    prompt: Prompt
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+
+    def options(self) -> GenerationOptions:
+        """The part without the prompt."""
+        return GenerationOptions(sampling=self.sampling, max_tokens=self.max_tokens)
 
 
 def invalid_request(error: ValidationError) -> InvalidRequest:

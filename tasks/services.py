@@ -41,4 +41,4 @@ def open_services(settings: Settings, *, max_connections: int = 8) -> Services:
         max_deliveries=settings.worker.max_deliveries,
         result_ttl_ms=result_ttl_ms,
     )
-    return Services(settings, client, store, cards, Submitter(store, cards, dict(settings.models)), sweeper)
+    return Services(settings, client, store, cards, Submitter(store, cards, settings), sweeper)

@@ -14,14 +14,14 @@ from threading import Lock
 from typing import Any
 
 from pool.errors import ContextTooLong, InvalidRequest, UnknownModel
-from pool.settings import ModelSettings
 from pool.store.connection import Client
 from pool.store.ids import JobRef, new_ref
 from pool.store.jobs import JobStore
 from pool.store.log import pack_ids
 from pool.store.ranks import Card, RankRegistry
 from pool.store.records import NewJob
-from tasks.payloads import MAX_SEED, GenerationRequest
+from tasks.config import Settings
+from tasks.payloads import MAX_SEED, GenerationOptions, GenerationRequest
 from tasks.vocabulary import Vocabulary
 
 #: How long a cached card is used before the registry is asked whether it changed.
@@ -63,13 +63,13 @@ class Cards:
             return card, vocabulary
 
 
-def fit(request: GenerationRequest, card: Card, prompt_tokens: int) -> int:
+def fit(options: GenerationOptions, card: Card, prompt_tokens: int) -> int:
     """Output tokens the request may have: its own limit, or what the context leaves when it names none.
 
     Raises ContextTooLong with both numbers, and InvalidRequest (`kv_budget_exceeded`) when the context would hold it
     but no rank's KV budget does. A session peaks at prompt + max_tokens - 1 positions: prefill emits the first token.
     """
-    wanted = request.max_tokens if request.max_tokens is not None else card.context_length - prompt_tokens
+    wanted = options.max_tokens if options.max_tokens is not None else card.context_length - prompt_tokens
     if wanted < 1 or prompt_tokens + wanted > card.context_length:
         raise ContextTooLong(
             prompt_tokens=prompt_tokens,
@@ -78,7 +78,7 @@ def fit(request: GenerationRequest, card: Card, prompt_tokens: int) -> int:
             param="max_tokens",
         )
     if prompt_tokens + wanted - 1 > card.max_positions:
-        if request.max_tokens is None and prompt_tokens <= card.max_positions:
+        if options.max_tokens is None and prompt_tokens <= card.max_positions:
             return card.max_positions - prompt_tokens + 1
         raise InvalidRequest(
             f"The request needs KV for {prompt_tokens + wanted - 1} tokens, but a session of this model may hold "
@@ -92,10 +92,15 @@ def fit(request: GenerationRequest, card: Card, prompt_tokens: int) -> int:
 class Submitter:
     """Turns requests into stored jobs."""
 
-    def __init__(self, store: JobStore, cards: Cards, models: dict[str, ModelSettings]) -> None:
+    def __init__(self, store: JobStore, cards: Cards, settings: Settings) -> None:
         self.store = store
         self.cards = cards
-        self._models = models
+        self._models = settings.models
+        self._timeouts = {
+            "queue_timeout_ms": round(settings.limits.queue_timeout_seconds * 1000),
+            "run_timeout_ms": round(settings.limits.run_timeout_seconds * 1000),
+            "tombstone_ms": settings.state.tombstone_ttl_seconds * 1000,
+        }
 
     def models(self) -> list[str]:
         """Public names of the enabled models."""
@@ -115,9 +120,18 @@ class Submitter:
             card, vocabulary = known
             ids = vocabulary.encode_prompt(request.prompt)
             request = request.model_copy(update={"max_tokens": fit(request, card, len(ids))})
-            record |= {"prompt_ids": pack_ids(ids), "prompt_tokens": len(ids)}
+            record |= {"prompt": pack_ids(ids), "prompt_tokens": len(ids)}
         ref: JobRef = new_ref(door, request.model, token=record.pop("token", None))
-        return NewJob(ref=ref, door=door, request=request.model_dump_json(), seed=seed, n=request.n, **record)
+        fixed = self._timeouts | record
+        return NewJob(
+            ref=ref,
+            door=door,
+            options=request.options().model_dump_json(),
+            input=request.prompt.model_dump_json(),
+            seed=seed,
+            n=request.n,
+            **fixed,
+        )
 
     def submit(self, request: GenerationRequest, *, door: str, **record: Any) -> JobRef:
         """Prepare and store; the id is valid from then on, on every node."""

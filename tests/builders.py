@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pool.store.connection import Client, connect
-from pool.store.delivery import Delivery, Ending
+from pool.store.delivery import Delivery
+from pool.store.handouts import Ending
 from pool.store.ids import new_ref
 from pool.store.jobs import JobStore
 from pool.store.log import LogEntry, pack_ids
@@ -34,9 +35,10 @@ def new_job(*, model: str = "tiny", door: str = "responses", **fields: Any) -> N
     defaults: dict[str, Any] = {
         "ref": new_ref(door, model),
         "door": door,
-        "request": body.model_dump_json(),
+        "options": body.options().model_dump_json(),
+        "input": body.prompt.model_dump_json(),
         "seed": 7,
-        "prompt_ids": pack_ids([1, 2, 3]),
+        "prompt": pack_ids([1, 2, 3]),
         "prompt_tokens": 3,
     }
     return NewJob(**(defaults | fields))

@@ -20,8 +20,10 @@ from pool.errors import (
     GenerationFailed,
     GenpoolError,
     InvalidRequest,
+    JobExpired,
     JobNotCancellable,
     JobUnknown,
+    KeyConflict,
     QueueFull,
     Refused,
     StateUnavailable,
@@ -86,6 +88,8 @@ _STATUS: tuple[tuple[type[GenpoolError], int], ...] = (
     (StateUnavailable, 503),
     (TooManyWaiting, 503),
     (NotReady, 503),
+    (KeyConflict, 409),
+    (JobExpired, 410),
     (JobUnknown, 404),
     (JobNotCancellable, 400),
     (ClientGone, 499),
@@ -98,6 +102,8 @@ _FAILURE_STATUS = {
     "deadline_exceeded": 504,
     "invalid_request": 400,
     "kv_budget_exceeded": 400,
+    "queue_timeout": 429,
+    "run_timeout": 504,
 }
 
 _HTTP_CODES = {
@@ -158,6 +164,9 @@ def answer_for(error: GenpoolError, *, job: str | None = None) -> Answer:
         headers |= {"Retry-After": "1", "x-should-retry": "true"}
     elif isinstance(error, NotReady):
         extra |= {"missing": error.missing}
+    elif isinstance(error, GenerationFailed) and error.code == "queue_timeout":
+        # Nothing stays enqueued, so coming back later is right.
+        headers |= {"Retry-After": "5", "x-should-retry": "true"}
     elif status >= 500 or status in (408, 409, 429):
         headers["x-should-retry"] = "false"
     if isinstance(error, StillRunning):

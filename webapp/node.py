@@ -85,9 +85,10 @@ class Node:
         """The callers' side of the store."""
         return self.services.store
 
-    def submit(self, job: NewJob) -> None:
+    def submit(self, job: NewJob, *, keyed: bool = False) -> None:
         """Store a job. While the state server is away the same job is sent again, which is safe; if that does not help,
-        it is cancelled as soon as the server is back, since it may have arrived: a client may resend after a 503.
+        it is cancelled as soon as the server is back, since it may have arrived: a client may resend after a 503. A
+        `keyed` job stays, because the resend will find it.
 
         Raises QueueFull and StateUnavailable.
         """
@@ -99,7 +100,8 @@ class Node:
         try:
             return self.store.submit(job)
         except StateUnavailable:
-            self.waits.abandon(job.ref)
+            if not keyed:
+                self.waits.abandon(job.ref)
             raise
 
     def close(self) -> None:
@@ -113,7 +115,7 @@ def make_node(settings: Settings) -> Node:
     services = open_services(settings, max_connections=CONNECTIONS)
     return Node(
         services=services,
-        waits=Waits(services.store, services.client),
+        waits=Waits(services.store, services.client, hold_ms=round(settings.server.orphan_grace_seconds * 1000)),
         places=WaitingPlaces(settings.server.threads),
         maintenance=Maintenance(services.sweeper, services.submitter.models()),
     )

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flask import Request
+
 from pool.errors import GenpoolError, InvalidRequest, StateUnavailable
-from pool.store.ids import JobRef
+from pool.store.ids import JobRef, parse_ref
 from pool.store.jobs import View
 from pool.store.records import NewJob
 from tasks.payloads import GenerationRequest
 from webapp.node import Node
 from webapp.waits import Waiter
 
+MAX_KEY_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class IdempotencyKey:
+    """A caller's Idempotency-Key with the hash of the body it came with."""
+
+    value: str
+    body_hash: str
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """A request and how its job is to be kept. `params`: what answers echo; `names`: what this door calls the request's
-    own fields, for errors that the model's limits cause."""
+    own fields, for errors that the model's limits cause; `timeouts` (ms): the job's own time limits."""
 
     door: str
     request: GenerationRequest
@@ -28,6 +41,28 @@ class Order:
     background: bool = False
     store: bool = True
     names: Mapping[str, str] = field(default_factory=dict)
+    timeouts: Mapping[str, int] = field(default_factory=dict)
+    key: IdempotencyKey | None = None
+
+    @property
+    def cancels(self) -> bool:
+        """Whether a client that goes away ends the job at once. Not with a key: a resend may find it, and without one
+        it is cancelled when its reader's grace has passed."""
+        return not self.background and self.key is None
+
+
+def idempotency_key(request: Request, body: Mapping[str, Any]) -> IdempotencyKey | None:
+    """The request's key, None without one; `body` is its parsed JSON. Raises InvalidRequest for a key that is too long
+    or not printable ASCII."""
+    value = request.headers.get("Idempotency-Key")
+    if value is None:
+        return None
+    if not 1 <= len(value) <= MAX_KEY_CHARS or not value.isascii() or not value.isprintable():
+        raise InvalidRequest(
+            f"Idempotency-Key: between 1 and {MAX_KEY_CHARS} printable ASCII characters.", param="Idempotency-Key"
+        )
+    canonical = json.dumps([request.path, body], sort_keys=True, separators=(",", ":"))
+    return IdempotencyKey(value, hashlib.sha256(canonical.encode()).hexdigest())
 
 
 def submit_and_wait(node: Node, order: Order) -> tuple[Waiter, View]:
@@ -35,10 +70,11 @@ def submit_and_wait(node: Node, order: Order) -> tuple[Waiter, View]:
 
     Raises what `Submitter.prepare` and `Node.submit` raise; then nothing stays enqueued.
     """
-    job = _prepare(node, order, watch=node.waits.node_id)
+    grace_ms = 0 if order.background else round(node.settings.server.orphan_grace_seconds * 1000)
+    job = _prepare(node, order, watch=node.waits.node_id, reader_ms=grace_ms)
     waiter = node.waits.open(job.ref)
     try:
-        view = _store(node, job)
+        view = _store(node, job, keyed=order.key is not None)
     except GenpoolError:
         waiter.close()
         raise
@@ -49,10 +85,19 @@ def submit_and_wait(node: Node, order: Order) -> tuple[Waiter, View]:
 
 def submit_unwatched(node: Node, order: Order) -> View:
     """Store a job that nobody here waits for. Raises as `submit_and_wait` does."""
-    return _store(node, _prepare(node, order, watch=""))
+    return _store(node, _prepare(node, order, watch="", reader_ms=0), keyed=order.key is not None)
 
 
-def _prepare(node: Node, order: Order, *, watch: str) -> NewJob:
+def _prepare(node: Node, order: Order, *, watch: str, reader_ms: int) -> NewJob:
+    job = _build(node, order, watch=watch, reader_ms=reader_ms)
+    if order.key is None:
+        return job
+    ttl_ms = node.settings.state.result_ttl_seconds * 1000 + job.queue_timeout_ms + job.run_timeout_ms
+    bound = node.store.claim(job.tenant, order.key.value, job.ref, body_hash=order.key.body_hash, ttl_ms=ttl_ms)
+    return job if bound is None else replace(job, ref=parse_ref(bound), task_id=bound)
+
+
+def _build(node: Node, order: Order, *, watch: str, reader_ms: int) -> NewJob:
     try:
         return node.services.submitter.prepare(
             order.request,
@@ -61,23 +106,29 @@ def _prepare(node: Node, order: Order, *, watch: str) -> NewJob:
             background=order.background,
             store=order.store,
             watch=watch,
+            reader_ms=reader_ms,
+            **order.timeouts,
         )
     except InvalidRequest as error:
         error.param = order.names.get(error.param or "", error.param)
         raise
 
 
-def _store(node: Node, job: NewJob) -> View:
-    node.submit(job)
-    with _nothing_left_behind(node, job.ref):
+def _store(node: Node, job: NewJob, *, keyed: bool) -> View:
+    node.submit(job, keyed=keyed)
+    with _nothing_left_behind(node, job.ref, keyed=keyed):
+        if keyed and job.watch:
+            # The job may be an earlier request's: this node must hear of it too.
+            node.store.watch(job.ref, job.watch)
         return node.store.view(job.ref)
 
 
 @contextmanager
-def _nothing_left_behind(node: Node, ref: JobRef) -> Iterator[None]:
-    """The answer will be a 503, after which clients resend: the job must not stay."""
+def _nothing_left_behind(node: Node, ref: JobRef, *, keyed: bool) -> Iterator[None]:
+    """The answer will be a 503, after which clients resend: the job must not stay, unless the resend will find it."""
     try:
         yield
     except StateUnavailable:
-        node.waits.abandon(ref)
+        if not keyed:
+            node.waits.abandon(ref)
         raise

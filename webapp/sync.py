@@ -20,11 +20,11 @@ STOP_GRACE_S = 2.0
 
 
 def wait_for_end(
-    node: Node, waiter: Waiter, first: View, sock: socket.socket | None
+    node: Node, waiter: Waiter, first: View, sock: socket.socket | None, *, cancels: bool
 ) -> tuple[JobRecord, tuple[LogEntry, ...]]:
     """The terminal record and the whole log, of which `first` is what was already read.
 
-    Raises StillRunning (the job goes on), ClientGone (the job was cancelled) and JobUnknown.
+    Raises StillRunning (the job goes on), ClientGone and JobUnknown. `cancels`: a client that goes away ends the job.
     """
     deadline_s = time.monotonic() + node.settings.server.sync_wait_seconds
     look_s = time.monotonic() + TICK_S
@@ -33,12 +33,16 @@ def wait_for_end(
         now_s = time.monotonic()
         if now_s >= deadline_s:
             node.waits.unwatch(waiter)
+            node.store.read_on([waiter.ref], 0)
             raise _still_running(node, record)
         if now_s >= look_s:
             look_s = now_s + TICK_S
             if client_gone(sock):
-                node.waits.abandon(waiter.ref)
-                raise ClientGone("The client closed the connection; the generation was cancelled.")
+                if cancels:
+                    node.waits.abandon(waiter.ref)
+                else:
+                    node.waits.unwatch(waiter)
+                raise ClientGone("The client closed the connection.")
             if node.stopping():
                 deadline_s = min(deadline_s, now_s + STOP_GRACE_S)
         view = waiter.next(min(look_s, deadline_s) - now_s)

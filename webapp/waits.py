@@ -5,6 +5,7 @@
 | a hint names a job | the reader reads that job for each of its waiters, all hinted jobs in one round trip |
 | no news of a job for 2 to 3 s | the reader reads it anyway: a lost hint costs seconds, never a hang |
 | the subscription was (re)made | every waiter is read: what was said meanwhile is not lost |
+| a third of the orphan grace has passed | the store is told that the jobs waited for here still have a reader |
 | the state server is away | the reader backs off and tries again; waiters time out by their own clocks |
 
 A waiter is registered before its job is submitted, so no hint can come too early. The hint is only a hint: what waiters
@@ -101,7 +102,9 @@ class Waiter:
 class Waits:
     """The reader and its waiters. The thread starts with the first waiter of a process, never before a fork."""
 
-    def __init__(self, store: JobStore, client: Client) -> None:
+    def __init__(self, store: JobStore, client: Client, *, hold_ms: int) -> None:
+        self._hold_ms = hold_ms
+        self._next_hold_s = 0.0
         self.node_id = secrets.token_hex(8)
         self._store = store
         self._client = client
@@ -211,6 +214,7 @@ class Waits:
             self._delay_s = BACKOFF_S[0]
             while not self._stopping.is_set():
                 self._retry_abandoned()
+                self._read_on()
                 hinted = self._hinted(pubsub)
                 self._read([*self._of(hinted), *self._due(hinted)])
         finally:
@@ -258,6 +262,19 @@ class Waits:
                 log.error("job %s cannot be decoded (%s)", waiters[0].ref, type(error).__name__)
                 return [GenpoolError("This generation's record cannot be read.", code="unreadable_record")]
             return [self._views([waiter])[0] for waiter in waiters]
+
+    def _read_on(self) -> None:
+        """Tell the store, three times a grace, that the jobs waited for here have a reader."""
+        now_s = time.monotonic()
+        if now_s < self._next_hold_s:
+            return
+        self._next_hold_s = now_s + self._hold_ms / 3000
+        by_model: dict[str, list[JobRef]] = {}
+        for waiter in self._every():
+            by_model.setdefault(waiter.ref.tag, []).append(waiter.ref)
+        for refs in by_model.values():
+            for start in range(0, len(refs), BATCH):
+                self._store.read_on(refs[start : start + BATCH], self._hold_ms)
 
     def _retry_abandoned(self) -> None:
         while self._abandoned:

@@ -7,6 +7,7 @@ commands.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from celery.worker import state as celery_state
 
 from pool.errors import GenpoolError, JobNotCancellable, JobUnknown
-from pool.store.delivery import Ending, Handout
+from pool.store.handouts import Ending, Handout
 from pool.store.ids import JobRef, parse_ref
 from tasks.config import Settings
 from tasks.maintenance import Maintenance
@@ -131,6 +132,11 @@ class Host:
             for model in wanted:
                 if model not in self._ranks and not self._stopping.is_set():
                     self._begin(model)
+            for rank in self._ranks.values():
+                if rank.stalled():
+                    log.critical("%s: the engine hangs; ending this process so that its jobs go elsewhere", rank.model)
+                    # No cleaner way out: the engine's thread would be waited for, for ever.
+                    os._exit(os.EX_TEMPFAIL)
             if any(rank.broken() for rank in self._ranks.values()):
                 log.critical("a thread of the batching loop died; ending this worker so that its jobs go elsewhere")
                 celery_state.should_terminate = 1
@@ -168,5 +174,5 @@ class Host:
 
     def _left(self, handout: Handout, state: str, ending: Ending | None) -> None:
         self._visible.left(handout, state, ending)
-        if ending is not None:
+        if ending is not None and handout.celery:
             self._maintenance.wake()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
 from pydantic import ValidationError
 
 from pool.errors import GenpoolError
-from pool.store.delivery import Delivery, Handout
+from pool.store.delivery import Delivery
+from pool.store.handouts import Entry, Handout
 from pool.store.ranks import Card
-from tasks.payloads import GenerationRequest
-from tasks.ports import Failed, Generation, Runner
+from tasks.payloads import PROMPT, GenerationOptions
+from tasks.ports import Failed, Generation, Runner, TokenIds
 from tasks.submission import fit
 from tasks.vocabulary import Vocabulary
 from workers.outlet import STATE_ERRORS, Outlet
@@ -25,9 +27,11 @@ BLOCK_MS = 1000
 #: How long to wait for a free slot before looking again.
 ROOM_WAIT_S = 0.5
 RETRY_S = 0.3
+#: How often a job that runs alone is looked at: it gets company once it has shown a token.
+ALONE_WAIT_S = 0.05
 
 #: Called in the intake's thread for each job it begins.
-OnBegun = Callable[[Handout, GenerationRequest], None]
+OnBegun = Callable[[Handout], None]
 
 
 class Intake:
@@ -51,6 +55,7 @@ class Intake:
         self._on_begun = on_begun
         self._room = threading.Event()
         self._stopping = False
+        self._alone: deque[Entry] = deque()
         self._thread = threading.Thread(target=self._run, name="genpool-intake", daemon=True)
 
     def start(self) -> None:
@@ -59,7 +64,8 @@ class Intake:
 
     def room(self) -> None:
         """A slot may have become free."""
-        self._room.set()
+        if not self._room.is_set():
+            self._room.set()
 
     def is_alive(self) -> bool:
         """Whether its thread runs."""
@@ -84,7 +90,10 @@ class Intake:
                 self._room.wait(ROOM_WAIT_S)
                 continue
             try:
-                self._begin(self._delivery.take(capacity.effective - capacity.in_flight, BLOCK_MS))
+                if self._alone:
+                    self._begin_alone(capacity.in_flight)
+                else:
+                    self._begin(self._delivery.read(capacity.effective - capacity.in_flight, BLOCK_MS))
                 failures = 0
             except STATE_ERRORS as error:
                 failures += 1
@@ -92,36 +101,57 @@ class Intake:
                     log.warning("state server: %s; reading again as soon as it answers", type(error).__name__)
                 self._room.wait(RETRY_S)
 
-    def _begin(self, handouts: list[Handout]) -> None:
-        for handout in handouts:
-            self._outlet.open(handout)
-            token, attempt = handout.lease.token, handout.lease.attempt
-            try:
-                request = GenerationRequest.model_validate_json(handout.request)
-                self._runner.submit(self._generation(handout, request))
-            except ValidationError as error:
-                # A record of another version: its text stays out of the log.
-                log.error("job %s: %d invalid fields in its stored request", token, error.error_count())
-                self._fail(token, attempt, "invalid_request", "The stored request cannot be read by this worker.")
-            except GenpoolError as error:
-                self._fail(token, attempt, error.code, error.message)
+    def _begin_alone(self, in_flight: int) -> None:
+        """An entry waits to run alone: read nothing until this rank is empty, then run it and nothing beside it."""
+        if in_flight:
+            self._room.wait(ROOM_WAIT_S)
+            return
+        handout = self._delivery.begin_alone(self._alone.popleft())
+        if handout is None:
+            return
+        self._submit(handout)
+        while not self._stopping and self._outlet.is_unproven(handout):
+            self._room.wait(ALONE_WAIT_S)
+
+    def _begin(self, entries: list[Entry]) -> None:
+        for found in self._delivery.begin(entries):
+            if isinstance(found, Handout):
+                self._submit(found)
             else:
-                self._on_begun(handout, request)
+                self._alone.append(found)
+
+    def _submit(self, handout: Handout) -> None:
+        self._outlet.open(handout)
+        self._on_begun(handout)
+        token, attempt = handout.lease.token, handout.lease.attempt
+        try:
+            self._runner.submit(self._generation(handout))
+        except ValidationError as error:
+            # A record of another version: its text stays out of the log.
+            log.error("job %s: %d invalid fields in its stored request", token, error.error_count())
+            self._fail(token, attempt, "invalid_request", "The stored request cannot be read by this worker.")
+        except GenpoolError as error:
+            self._fail(token, attempt, error.code, error.message)
 
     def _fail(self, token: str, attempt: int, code: str, message: str) -> None:
         self._outlet.deliver([Failed(token, attempt, code, message)])
 
-    def _generation(self, handout: Handout, request: GenerationRequest) -> Generation:
+    def _generation(self, handout: Handout) -> Generation:
         """The job as the runner sees it. A job accepted before any worker had published the vocabulary is measured
         here, with the same rule and the same error as at the door."""
-        ids = handout.prompt_ids or tuple(self._vocabulary.encode_prompt(request.prompt))
+        options = GenerationOptions.model_validate_json(handout.options)
+        ids = np.frombuffer(handout.prompt, dtype="<i4") if handout.prompt else self._tokenized(handout)
         return Generation(
             job=handout.lease.token,
             attempt=handout.lease.attempt,
-            prompt=np.array(ids, dtype=np.int32),
-            sampling=request.sampling,
-            max_tokens=fit(request, self._card, len(ids)),
+            prompt=ids,
+            sampling=options.sampling,
+            max_tokens=fit(options, self._card, len(ids)),
             seed=handout.seed,
             n=handout.n,
             replay=handout.replay,
         )
+
+    def _tokenized(self, handout: Handout) -> TokenIds:
+        prompt = PROMPT.validate_json(handout.input)
+        return np.array(self._vocabulary.encode_prompt(prompt), dtype=np.int32)

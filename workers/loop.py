@@ -110,7 +110,12 @@ class BatchingLoop:
         self._add_in_flight(generation.n)
         self._known.add((generation.job, generation.attempt))
         self._inbox.append(generation)
-        self._wake.set()
+        self._ring()
+
+    def _ring(self) -> None:
+        """Wake the engine's thread. Looking first is much cheaper than setting an event that is set."""
+        if not self._wake.is_set():
+            self._wake.set()
 
     def cancel(self, job: str, attempt: int) -> bool:
         """Stop a job before the next step, without any event. False: it is not here (any more)."""

@@ -20,7 +20,8 @@ import redis
 
 from pool.errors import StateUnavailable
 from pool.rules import jobs
-from pool.store.delivery import BATCH, Delivery, Ending, Handout, Lease, Write, Written, failed
+from pool.store.delivery import BATCH, Delivery
+from pool.store.handouts import Ending, Handout, Lease, Write, Written, failed
 from pool.store.log import MAX_ENTRY_TOKENS, LogEntry
 from pool.store.records import Output
 from tasks.ports import Event, Finished, Runner, Tokens
@@ -77,6 +78,22 @@ class Held:
         return Write(self.lease, first, tuple(self.entries), self.ending)
 
 
+class Watchdog:
+    """Tells whether a runner's turn counter has stood still for too long; asked at least once a second by several."""
+
+    def __init__(self, runner: Runner, timeout_s: float) -> None:
+        self._runner = runner
+        self._timeout_s = timeout_s
+        self._seen = (runner.progress(), time.monotonic())
+
+    def is_stalled(self) -> bool:
+        """Whether no turn was made since the timeout."""
+        turns, now_s = self._runner.progress(), time.monotonic()
+        if turns != self._seen[0]:
+            self._seen = (turns, now_s)
+        return now_s - self._seen[1] > self._timeout_s
+
+
 #: Called in the outlet's thread when a job has left the rank, with its state and, when it ended here, how.
 OnLeft = Callable[[Handout, str, Ending | None], None]
 
@@ -85,7 +102,14 @@ class Outlet:
     """An EventSink over a Delivery."""
 
     def __init__(
-        self, delivery: Delivery, runner: Runner, *, flush_idle_ms: int, renew_ms: int, on_left: OnLeft
+        self,
+        delivery: Delivery,
+        runner: Runner,
+        *,
+        flush_idle_ms: int,
+        renew_ms: int,
+        stall_timeout_s: float,
+        on_left: OnLeft,
     ) -> None:
         self._delivery = delivery
         self._runner = runner
@@ -98,6 +122,7 @@ class Outlet:
         self._nudged = False
         self._stopping = False
         self._next_renew_s = time.monotonic() + self._renew_s
+        self._watchdog = Watchdog(runner, stall_timeout_s)
         self._thread = threading.Thread(target=self._run, name="genpool-outlet", daemon=True)
 
     # -- what other threads call -------------------------------------------------------------------------------------
@@ -113,7 +138,8 @@ class Outlet:
     def deliver(self, events: Sequence[Event]) -> None:
         """Take the runner's events."""
         self._events.extend(events)
-        self._wake.set()
+        if not self._wake.is_set():
+            self._wake.set()
 
     def congested(self) -> bool:
         """Whether the state server is so far behind that the runner should pause."""
@@ -124,9 +150,18 @@ class Outlet:
         self._nudged = True
         self._wake.set()
 
+    def is_unproven(self, handout: Handout) -> bool:
+        """Whether a held job of this attempt has not yet stored a token: it may still kill its worker."""
+        held = self._held.get(handout.lease.token)
+        return held is not None and held.handout is handout and not held.flushed
+
     def held(self) -> list[Handout]:
         """The jobs this rank holds now."""
         return [held.handout for held in list(self._held.values())]
+
+    def is_stalled(self) -> bool:
+        """Whether the runner has made no turn for the stall timeout."""
+        return self._watchdog.is_stalled()
 
     def is_alive(self) -> bool:
         """Whether its thread runs."""
@@ -190,7 +225,7 @@ class Outlet:
         ]
         for start in range(0, len(due), BATCH):
             part = due[start : start + BATCH]
-            answers = self._delivery.write([held.write() for held in part])
+            answers = self._delivery.write_each(held.write() for held in part)
             news: dict[str, list[str]] = {}
             for held, answer in zip(part, answers, strict=True):
                 self._settle(held, answer, news)
@@ -219,6 +254,9 @@ class Outlet:
         if now_s < self._next_renew_s and not self._nudged:
             return
         self._nudged = False
+        if self._watchdog.is_stalled():
+            # Progress renews, not life: another worker shall have these jobs.
+            return
         held = list(self._held.values())
         for each, answer in zip(held, self._delivery.renew([each.lease for each in held]), strict=True):
             if answer.code == "stale":

@@ -6,8 +6,10 @@ Threads: the engine's (batching loop), the intake's (blocking reads), the outlet
 
 from __future__ import annotations
 
+import gc
 import logging
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,11 +20,11 @@ from threadpoolctl import threadpool_limits
 from pool.rules.batching import Budgets
 from pool.settings import ModelSettings
 from pool.store.connection import connect
-from pool.store.delivery import Delivery, Ending, Handout
+from pool.store.delivery import Delivery
+from pool.store.handouts import Ending, Handout
 from pool.store.keys import node_channel
 from pool.store.ranks import Card, RankRegistry
 from tasks.config import Settings, state_url
-from tasks.payloads import GenerationRequest
 from tasks.ports import Engine
 from workers.engines import load_engine
 from workers.intake import BLOCK_MS, Intake
@@ -96,6 +98,7 @@ class Rank:
         weights = None if model.source.startswith("random:") else ensure_weights(model.source)
         engine = load_engine(self.model, model, weights=weights)
         log.info("%s: loaded in %.1f s", self.model, time.monotonic() - started)
+        _tune_interpreter()
         return engine
 
     def _open(self) -> None:
@@ -124,6 +127,7 @@ class Rank:
             self._loop,
             flush_idle_ms=self._settings.worker.flush_idle_ms,
             renew_ms=round(self._settings.worker.renew_seconds * 1000),
+            stall_timeout_s=self._settings.worker.stall_timeout_seconds,
             on_left=self._left,
         )
         self._intake = Intake(
@@ -188,6 +192,10 @@ class Rank:
         parts = (self._loop, self._intake, self._outlet) if self.state == LOADED else ()
         return any(not part.is_alive() for part in parts)
 
+    def stalled(self) -> bool:
+        """Whether the engine's thread hangs: only the end of the process helps."""
+        return self._started and self.state in (LOADED, DRAINING) and self._outlet.is_stalled()
+
     # -- stopping ----------------------------------------------------------------------------------------------------
 
     def drain(self, grace_s: float) -> None:
@@ -214,7 +222,7 @@ class Rank:
 
     # -- callbacks and the registrar's thread ------------------------------------------------------------------------
 
-    def _begun(self, handout: Handout, _: GenerationRequest) -> None:
+    def _begun(self, handout: Handout) -> None:
         def cancel() -> None:
             self._loop.cancel(handout.lease.token, handout.lease.attempt)
 
@@ -252,3 +260,15 @@ class Rank:
             message = pubsub.get_message(ignore_subscribe_messages=True, timeout=LISTEN_S)
             if message is not None:
                 self._outlet.nudge()
+
+
+def _tune_interpreter() -> None:
+    """Make this process's threads hand over quickly, and its garbage collector leave the loaded model alone.
+
+    The engine's thread runs Python between its matrix products; by default the outlet would wait up to 5 ms
+    for each of its turns.
+    """
+    sys.setswitchinterval(0.0005)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)

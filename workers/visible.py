@@ -17,7 +17,7 @@ from celery.worker import state as celery_state
 from kombu.exceptions import OperationalError
 
 from pool.rules import jobs
-from pool.store.delivery import Ending, Handout
+from pool.store.handouts import Ending, Handout
 from tasks import names
 
 log = logging.getLogger("genpool.events")
@@ -131,7 +131,8 @@ class Visible:
     def _send(self, kind: str, stub: GenerationRequestStub, **fields: Any) -> None:
         fields.setdefault("timestamp", time.time())
         self._events.append((kind, {"uuid": stub.id, **fields}))
-        self._wake.set()
+        if not self._wake.is_set():
+            self._wake.set()
 
     def _run(self) -> None:
         while not self._stopping:

@@ -7,11 +7,15 @@ the caller who knows that it is. RESP2 is pinned because reply shapes differ bet
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+
+from pool.errors import StateUnavailable
 
 #: A `redis.Redis` of bytes. redis-py types each reply as the union of both protocols' and both decodings' shapes, which
 #: fits no caller; replies are decoded next to the command that asked for them.
@@ -37,3 +41,14 @@ def connect(url: str, *, max_connections: int = 8, read_timeout_s: float = COMMA
         health_check_interval=0,
     )
     return redis.Redis.from_pool(pool)
+
+
+@contextmanager
+def state_errors() -> Iterator[None]:
+    """Translate what the client library raises when the server is away, read-only or full."""
+    try:
+        yield
+    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
+        raise StateUnavailable("The state server cannot be reached.") from error
+    except (redis.exceptions.ReadOnlyError, redis.exceptions.OutOfMemoryError) as error:
+        raise StateUnavailable("The state server takes no writes at the moment.") from error

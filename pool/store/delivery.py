@@ -6,103 +6,24 @@ its own: the blocking read must not hold up the writes.
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import redis
 
-from pool.rules import jobs
 from pool.store.connection import Client
+from pool.store.handouts import Entry, Handout, Lease, Taken, Write, Written
 from pool.store.keys import GROUP, ModelKeys, node_channel
-from pool.store.log import LogEntry, pack, replay_of, unpack, unpack_ids
-from pool.store.records import Output
-from pool.store.scripts import Command, Value, run_many, script
+from pool.store.log import pack, replay_of, unpack
+from pool.store.rebuilding import rebuild
+from pool.store.scripts import Command, run_many, run_stream, script
 
+#: Position of the logged tokens in begin's reply.
+_LOGGED = 8
 #: A script touches at most this many items; longer work continues in further calls.
 BATCH = 100
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The fence of one attempt: every write of it carries attempt and nonce."""
-
-    token: str
-    attempt: int
-    nonce: str
-
-
-@dataclass(frozen=True, slots=True)
-class Handout:
-    """A begun job.
-
-    `request`: JSON of the GenerationRequest; `prompt_ids` (P,) or empty when it still has to be tokenized; `replay`:
-    token ids logged by earlier attempts, by choice; `logged`: how many those are; `watch`: nodes to hint to.
-    `task_id`: Celery's id of it; `created_ms`: when it was submitted, on the state server's clock.
-    """
-
-    lease: Lease
-    request: str
-    prompt_ids: tuple[int, ...]
-    n: int
-    seed: int
-    logged: int
-    replay: tuple[tuple[int, ...], ...]
-    watch: str
-    task_id: str
-    created_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a job ends: a terminal `state`, with outputs and usage or with an error."""
-
-    state: str
-    outputs: tuple[Output, ...] = ()
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    error_code: str = ""
-    error_message: str = ""
-
-    def fields(self) -> list[Value]:
-        """The terminal record's fields, as name, value, name, value ..."""
-        if self.error_code:
-            return ["error_code", self.error_code, "error_message", self.error_message]
-        outputs = [{"text": o.text, "finish_reason": o.finish_reason, "tokens": o.tokens} for o in self.outputs]
-        return [
-            "outputs", json.dumps(outputs, ensure_ascii=False, separators=(",", ":")),
-            "prompt_tokens", self.prompt_tokens,
-            "cached_tokens", self.cached_tokens,
-            "output_tokens", sum(o.tokens for o in self.outputs),
-        ]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """Log entries of one job, in order, and its ending if it has ended. `entries` start at `first_seq`."""
-
-    lease: Lease
-    first_seq: int
-    entries: tuple[LogEntry, ...]
-    ending: Ending | None = None
-
-    @property
-    def count(self) -> int:
-        """Tokens in `entries`."""
-        return sum(len(entry.token_ids) for entry in self.entries)
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The store's answer to a Write. `code`: `ok`, `old` (was there already), `resend` (from `log_end`), `stale` (the
-    attempt is over: drop the job; `detail` is its state)."""
-
-    code: str
-    log_end: int = 0
-    watch: str = ""
-    detail: str = ""
 
 
 @dataclass
@@ -130,8 +51,21 @@ class Delivery:
             if not str(error).startswith("BUSYGROUP"):
                 raise
 
-    def take(self, room: int, block_ms: int) -> list[Handout]:
-        """Read at most `room` (>= 1) jobs, waiting up to `block_ms`, and begin each."""
+    def take(self, room: int, block_ms: int) -> Taken:
+        """Read at most `room` (>= 1) jobs, waiting up to `block_ms`, and begin each; all at once."""
+        taken = Taken()
+        for found in self.begin(self.read(room, block_ms)):
+            if isinstance(found, Handout):
+                taken.handouts.append(found)
+            else:
+                taken.alone.append(found)
+        return taken
+
+    def read(self, room: int, block_ms: int) -> list[Entry]:
+        """Read at most `room` (>= 1) entries into this rank's pending list, waiting up to `block_ms`.
+
+        A stream or group that was lost is made again from the index, and nothing is read this time.
+        """
         try:
             if self._reader_id is None:
                 self._reader_id = int(self.reader.client_id())
@@ -139,55 +73,52 @@ class Delivery:
                 GROUP, self.rank, {self.keys.queue: ">"}, count=min(room, BATCH), block=block_ms
             )
         except redis.exceptions.ResponseError as error:
-            if not str(error).startswith("NOGROUP"):
+            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise
             self.ensure_group()
+            rebuild(self.writer, self.keys)
             return []
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
             self._reader_id = None
             raise
-        entries = [(entry.decode(), fields[b"job"].decode()) for entry, fields in reply[0][1]] if reply else []
-        return self._begin(entries)
+        return [Entry(entry.decode(), fields[b"job"].decode()) for entry, fields in reply[0][1]] if reply else []
 
-    def _begin(self, entries: Sequence[tuple[str, str]]) -> list[Handout]:
-        if not entries:
-            return []
+    def begin(self, entries: Sequence[Entry], *, alone: bool = False) -> Iterator[Handout | Entry]:
+        """Begin the jobs of these entries, one after the other as they are asked for.
+
+        Yields a hand-out for each that began, and the entry of each that may only begin where nothing else runs
+        (`alone`); the rest went elsewhere meanwhile.
+        """
         nonces = [secrets.token_hex(8) for _ in entries]
-        commands = [
-            script("begin")(
-                job=self.keys.job(token),
-                queue=self.keys.queue,
-                leases=self.keys.leases,
-                token=token,
-                entry=entry,
-                rank=self.rank,
-                nonce=nonce,
-                lease=self.lease_ms,
-            )
-            for (entry, token), nonce in zip(entries, nonces, strict=True)
-        ]
-        replies = run_many(self.reader, commands)
-        return [
-            self._handout(token, nonce, reply)
-            for (_, token), nonce, reply in zip(entries, nonces, replies, strict=True)
-            if reply[0] == b"ok"
-        ]
+        commands = (self._begin_command(*pair, alone) for pair in zip(entries, nonces, strict=True))
+        resumed: list[tuple[Entry, str, list[Any]]] = []
+        for entry, nonce, reply in zip(entries, nonces, run_stream(self.reader, commands), strict=True):
+            if reply[0] == b"alone":
+                yield entry
+            elif reply[0] == b"ok" and reply[_LOGGED]:
+                resumed.append((entry, nonce, reply))
+            elif reply[0] == b"ok":
+                yield _handout(entry.token, nonce, reply, [])
+        for entry, nonce, reply in resumed:
+            yield _handout(entry.token, nonce, reply, self.reader.lrange(self.keys.log(entry.token), 0, -1))
 
-    def _handout(self, token: str, nonce: str, reply: list[Any]) -> Handout:
-        _, attempt, request, prompt, n, seed, tokens, watch, task_id, created_ms = reply
-        logged = int(tokens or 0)
-        blobs = self.reader.lrange(self.keys.log(token), 0, -1) if logged else []
-        return Handout(
-            lease=Lease(token, int(attempt), nonce),
-            request=request.decode(),
-            prompt_ids=unpack_ids(prompt),
-            n=int(n),
-            seed=int(seed),
-            logged=logged,
-            replay=replay_of(map(unpack, blobs), int(n)),
-            watch=(watch or b"").decode(),
-            task_id=task_id.decode(),
-            created_ms=int(created_ms),
+    def begin_alone(self, entry: Entry) -> Handout | None:
+        """Begin an entry that may only run where nothing else does. None: it went elsewhere meanwhile."""
+        found = next(iter(list(self.begin([entry], alone=True))), None)
+        return found if isinstance(found, Handout) else None
+
+    def _begin_command(self, entry: Entry, nonce: str, alone: bool) -> Command:
+        return script("begin")(
+            job=self.keys.job(entry.token),
+            queue=self.keys.queue,
+            leases=self.keys.leases,
+            timers=self.keys.timers,
+            token=entry.token,
+            entry=entry.id,
+            rank=self.rank,
+            nonce=nonce,
+            lease=self.lease_ms,
+            alone=int(alone),
         )
 
     def unblock(self) -> None:
@@ -195,9 +126,14 @@ class Delivery:
         if self._reader_id is not None:
             self.writer.execute_command("CLIENT", "UNBLOCK", self._reader_id)
 
-    def write(self, writes: Sequence[Write]) -> list[Written]:
-        """Append to logs and end jobs, in one round trip. Safe to repeat after a connection failure."""
-        return [self._written(reply) for reply in run_many(self.writer, [self._command(write) for write in writes])]
+    def write(self, writes: Iterable[Write]) -> list[Written]:
+        """Append to logs and end jobs. Safe to repeat after a connection failure."""
+        return list(self.write_each(writes))
+
+    def write_each(self, writes: Iterable[Write]) -> Iterator[Written]:
+        """As `write`, but each write is built, and each answer given, while the server works on others. Nothing happens
+        unless the answers are asked for."""
+        return map(_written, run_stream(self.writer, map(self._command, writes)))
 
     def _command(self, write: Write) -> Command:
         keys, lease = self.keys, write.lease
@@ -213,12 +149,7 @@ class Delivery:
                 entries=entries,
             )
         return script("complete")(
-            job=keys.job(lease.token),
-            log=keys.log(lease.token),
-            queue=keys.queue,
-            index=keys.index,
-            leases=keys.leases,
-            outbox=keys.outbox,
+            **keys.ending(lease.token),
             token=lease.token,
             attempt=lease.attempt,
             nonce=lease.nonce,
@@ -229,15 +160,6 @@ class Delivery:
             ttl=self.result_ttl_ms,
             fields=write.ending.fields(),
         )
-
-    @staticmethod
-    def _written(reply: list[Any]) -> Written:
-        code = reply[0].decode()
-        if code == "ok":
-            return Written("ok", watch=reply[1].decode())
-        if code in ("old", "resend"):
-            return Written(code, log_end=int(reply[1]))
-        return Written("stale", detail=reply[1].decode() if len(reply) > 1 else "gone")
 
     def hint(self, news: dict[str, list[str]]) -> None:
         """Tell each node, in one message, which job tokens have news (node -> tokens)."""
@@ -286,6 +208,29 @@ class Delivery:
         return sum(reply[0] == b"ok" for reply in run_many(self.writer, commands)) if commands else 0
 
 
-def failed(code: str, message: str) -> Ending:
-    """The ending of a job that failed by name."""
-    return Ending(state=jobs.FAILED, error_code=code, error_message=message)
+def _handout(token: str, nonce: str, reply: list[Any], log: list[bytes]) -> Handout:
+    _, attempt, alone, options, prompt, given, n, seed, logged, watch, task_id, created_ms, celery = reply
+    return Handout(
+        lease=Lease(token, int(attempt), nonce),
+        options=options,
+        prompt=prompt,
+        input=given,
+        n=int(n),
+        seed=int(seed),
+        logged=int(logged or 0),
+        replay=replay_of(map(unpack, log), int(n)),
+        watch=(watch or b"").decode(),
+        task_id=task_id.decode(),
+        created_ms=int(created_ms),
+        alone=bool(alone),
+        celery=celery == b"1",
+    )
+
+
+def _written(reply: list[Any]) -> Written:
+    code = reply[0].decode()
+    if code == "ok":
+        return Written("ok", watch=reply[1].decode())
+    if code in ("old", "resend"):
+        return Written(code, log_end=int(reply[1]))
+    return Written("stale", detail=reply[1].decode() if len(reply) > 1 else "gone")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pool.store.connection import Client
-from pool.store.jobs import state_errors
+from pool.store.connection import Client, state_errors
 from pool.store.keys import ModelKeys
 
 

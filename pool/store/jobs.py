@@ -6,19 +6,19 @@ server that takes no writes surface as StateUnavailable.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import redis
 
-from pool.errors import JobNotCancellable, JobUnknown, QueueFull, StateUnavailable
+from pool.errors import JobExpired, JobNotCancellable, JobUnknown, KeyConflict, QueueFull, StateUnavailable
 from pool.rules import jobs
-from pool.store.connection import Client
+from pool.store.connection import Client, state_errors
 from pool.store.ids import JobRef
-from pool.store.keys import keys_of, node_channel
+from pool.store.keys import idempotency_key, keys_of, node_channel
 from pool.store.log import LogEntry, unpack
+from pool.store.memory import MemoryGate
 from pool.store.records import RECORD_FIELDS, JobRecord, NewJob, record_of
 from pool.store.scripts import Command, run, script
 
@@ -33,17 +33,6 @@ class View:
     cursor: int
 
 
-@contextmanager
-def state_errors() -> Iterator[None]:
-    """Translate what the client library raises when the server is away, read-only or full."""
-    try:
-        yield
-    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
-        raise StateUnavailable("The state server cannot be reached.") from error
-    except (redis.exceptions.ReadOnlyError, redis.exceptions.OutOfMemoryError) as error:
-        raise StateUnavailable("The state server takes no writes at the moment.") from error
-
-
 class JobStore:
     """Jobs of all models on one state server."""
 
@@ -51,25 +40,37 @@ class JobStore:
         self._client = client
         self._result_ttl_ms = result_ttl_ms
         self._pending_per_model = pending_per_model
+        self._memory = MemoryGate(client)
 
     def submit(self, job: NewJob) -> None:
         """Accept a job. Idempotent by its id: a second submit of the same id changes nothing.
 
         Raises QueueFull (nothing stored) and StateUnavailable (submitting the same NewJob again is safe).
         """
+        self._memory.check()
         keys = keys_of(job.ref)
         command = script("submit")(
             job=keys.job(job.ref.token),
             queue=keys.queue,
             index=keys.index,
+            timers=keys.timers,
+            tombstone=keys.tombstone(job.ref.token),
             token=job.ref.token,
             cap=self._pending_per_model,
+            n=job.n,
+            queue_timeout=job.queue_timeout_ms,
+            deadline=job.deadline_ms,
+            reader=job.reader_ms,
             fields=job.fields(),
         )
-        code, detail = self._run(command)
+        code, *detail = self._run(command)
+        if code == b"expired":
+            raise JobExpired("This generation has ended and is no longer stored.")
         if code == b"full":
             raise QueueFull(
-                f"The queue of {job.ref.model} holds {int(detail)} jobs, its limit; try again later.", retry_after_s=5
+                f"{job.ref.model} holds {int(detail[0])} generations, queued and running; {job.n} more would pass its "
+                f"limit of {self._pending_per_model}. Try again later.",
+                retry_after_s=5,
             )
 
     def read(self, ref: JobRef) -> JobRecord:
@@ -77,14 +78,14 @@ class JobStore:
         with state_errors():
             record = record_of(ref, self._client.hmget(keys_of(ref).job(ref.token), RECORD_FIELDS))
         if record is None:
-            raise JobUnknown("No generation has this id.")
+            raise self._absent(ref)
         return record
 
     def view(self, ref: JobRef, cursor: int = 0) -> View:
         """Record and log from `cursor`. Raises JobUnknown."""
         view = self.views([(ref, cursor)])[0]
         if view is None:
-            raise JobUnknown("No generation has this id.")
+            raise self._absent(ref)
         return view
 
     def views(self, wanted: Sequence[tuple[JobRef, int]]) -> list[View | None]:
@@ -111,17 +112,8 @@ class JobStore:
         Raises JobUnknown, and JobNotCancellable when it has ended in another way.
         """
         keys = keys_of(ref)
-        command = script("cancel")(
-            job=keys.job(ref.token),
-            log=keys.log(ref.token),
-            queue=keys.queue,
-            index=keys.index,
-            leases=keys.leases,
-            outbox=keys.outbox,
-            token=ref.token,
-            ttl=self._result_ttl_ms,
-        )
-        code, *rest = self._run_known(command)
+        command = script("cancel")(**keys.ending(ref.token), token=ref.token, ttl=self._result_ttl_ms)
+        code, *rest = self._run_known(ref, command)
         if code == b"ended" and rest[0].decode() != jobs.CANCELLED:
             raise JobNotCancellable(f"This generation has already ended: {rest[0].decode()}.")
         if code == b"ok":
@@ -130,11 +122,32 @@ class JobStore:
 
     def watch(self, ref: JobRef, node: str) -> None:
         """Have `node` told of the job's news from now on. Raises JobUnknown."""
-        self._run_known(script("watch")(job=keys_of(ref).job(ref.token), node=node))
+        self._run_known(ref, script("watch")(job=keys_of(ref).job(ref.token), node=node))
 
     def unwatch(self, ref: JobRef, node: str) -> None:
         """The opposite of `watch`; a job that is gone is no error."""
         self._run(script("unwatch")(job=keys_of(ref).job(ref.token), node=node))
+
+    def read_on(self, refs: Sequence[JobRef], hold_ms: int) -> None:
+        """Readers of these jobs (at most 100 of one model) are still there: hold off their cancellation for `hold_ms`;
+        0: the jobs go on without readers. Jobs that never had one are left alone."""
+        if refs:
+            command = script("read_on")(
+                timers=keys_of(refs[0]).timers, hold=hold_ms, tokens=[ref.token for ref in refs]
+            )
+            with state_errors():
+                run(self._client, command)
+
+    def claim(self, tenant: str, key: str, ref: JobRef, *, body_hash: str, ttl_ms: int) -> str | None:
+        """Bind a caller's Idempotency-Key to `ref`; the id it is bound to already, None when it was free.
+
+        Raises KeyConflict when it stands for another body.
+        """
+        command = script("claim_key")(key=idempotency_key(tenant, key), job=str(ref), body=body_hash, ttl=ttl_ms)
+        code, *bound = self._run(command)
+        if code == b"other":
+            raise KeyConflict("This Idempotency-Key was used before, for another request.", param="Idempotency-Key")
+        return bound[0].decode() if code == b"same" else None
 
     def notify(self, token: str, *, watch: str, rank: str) -> None:
         """Hint to waiting nodes, and to the rank that may still work on the job, that there is news."""
@@ -168,11 +181,19 @@ class JobStore:
                 reply = run(self._client, command)
         return reply
 
-    def _run_known(self, command: Command) -> list[Any]:
+    def _run_known(self, ref: JobRef, command: Command) -> list[Any]:
         reply = self._run(command)
         if reply[0] == b"gone":
-            raise JobUnknown("No generation has this id.")
+            raise self._absent(ref)
         return reply
+
+    def _absent(self, ref: JobRef) -> JobUnknown:
+        """Why there is no record: it expired, or it never was."""
+        with state_errors():
+            remembered = self._client.exists(keys_of(ref).tombstone(ref.token))
+        if remembered:
+            return JobExpired("This generation has ended and is no longer stored.")
+        return JobUnknown("No generation has this id.")
 
 
 def _view(ref: JobRef, cursor: int, stored: list[bytes | None], blobs: list[bytes]) -> View | None:

@@ -5,6 +5,7 @@ All keys of a model carry one hash tag `{model:shard}`, so one script always sta
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,7 +36,7 @@ class ModelKeys:
 
     @cached_property
     def index(self) -> str:
-        """ZSET token -> submit time (ms): every job that has not ended."""
+        """ZSET token -> submit time (ms): every job that has not ended; `token#K` for its further choices."""
         return self._key("index")
 
     @cached_property
@@ -52,6 +53,16 @@ class ModelKeys:
     def outbox(self) -> str:
         """ZSET token -> end time (ms): ended jobs whose Celery result is still to be written."""
         return self._key("outbox")
+
+    @cached_property
+    def timers(self) -> str:
+        """ZSET `kind:token` -> due time (ms); kinds queue, run, deadline and reader."""
+        return self._key("timers")
+
+    @cached_property
+    def dead(self) -> str:
+        """STREAM of dead letters: job, code, losses, last rank. Never a prompt. Trimmed to a fixed length."""
+        return self._key("dead")
 
     @cached_property
     def ranks(self) -> str:
@@ -74,6 +85,29 @@ class ModelKeys:
     def log(self, token: str) -> str:
         """LIST of packed entries: the job's token log. Same TTL as the record."""
         return self._key(f"log:{token}")
+
+    def tombstone(self, token: str) -> str:
+        """STRING with TTL: remembers that an ended job existed, longer than its record lives."""
+        return self._key(f"tombstone:{token}")
+
+    def ending(self, token: str) -> dict[str, str]:
+        """The keys of every verb that can end a job, by their declared names."""
+        return {
+            "job": self.job(token),
+            "log": self.log(token),
+            "queue": self.queue,
+            "index": self.index,
+            "leases": self.leases,
+            "outbox": self.outbox,
+            "timers": self.timers,
+            "tombstone": self.tombstone(token),
+        }
+
+
+def idempotency_key(tenant: str, key: str) -> str:
+    """HASH with TTL: which job a caller's Idempotency-Key stands for. Both parts come from outside: they are hashed."""
+    digest = hashlib.sha256(f"{len(tenant)}:{tenant}:{key}".encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{PREFIX}idempotency:{digest}"
 
 
 def keys_of(ref: JobRef) -> ModelKeys:

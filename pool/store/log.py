@@ -74,10 +74,5 @@ def texts_of(entries: Iterable[LogEntry], n: int) -> list[str]:
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Prompt token ids as little-endian uint32."""
+    """Prompt token ids as little-endian uint32, 4 bytes each."""
     return struct.pack(f"<{len(ids)}I", *ids)
-
-
-def unpack_ids(blob: bytes) -> tuple[int, ...]:
-    """Inverse of `pack_ids`."""
-    return struct.unpack(f"<{len(blob) // 4}I", blob)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pool.store.connection import Client
+from pool.store.connection import Client, state_errors
 from pool.store.ids import JobRef
-from pool.store.jobs import JobStore, state_errors
+from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
 from pool.store.records import JobRecord
 

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pool.store.connection import Client
-from pool.store.jobs import state_errors
+from pool.store.connection import Client, state_errors
 from pool.store.keys import ModelKeys
 from pool.store.scripts import Value, run, script
 

@@ -1,9 +1,10 @@
 """What is stored of a job, as values: the submit form, the record that anybody may read, and the worker's hand-out.
 
-Record v1 is a Redis HASH. Fields: `v kind model tenant lane fairness n seed request prompt params metadata background
-store celery task_id watch` are fixed at submit; `state entry attempt nonce rank tokens crashes started_ms` change as it
-runs; `finished_ms outputs prompt_tokens cached_tokens output_tokens error_code error_message` come with the end. The
-Program fields (`program generation epoch`) join them when a job belongs to one.
+Record v1 is a Redis HASH. Fixed at submit: `v kind model tenant lane fairness n seed options input prompt params
+background store celery task_id watch run_timeout_ms tombstone_ms`. Changing as it runs: `state entry attempt nonce rank
+tokens crashes losses suspect started_ms`. Written with the end: `finished_ms outputs prompt_tokens cached_tokens
+output_tokens error_code error_message`. The Program fields (`program generation epoch`) join them when a job belongs to
+one.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ RECORD_VERSION = 1
 class NewJob:
     """A job to submit.
 
-    `request`: the JSON of a GenerationRequest; `prompt_ids`: its prompt as packed token ids, b"" when no tokenizer was
-    at hand; `params`: JSON of what the API echoes in answers; `watch`: the node that waits for it, "" for none;
-    `task_id`: the id under which Celery knows it ("" = the job's own id).
+    `options`: the JSON of its GenerationOptions; `input`: that of its prompt as it was given; `prompt`: packed token
+    ids, b"" when no tokenizer was at hand; `params`: JSON of what the API echoes in answers; `watch`: the node that
+    waits for it, "" for none; `task_id`: the id under which Celery knows it ("" = the job's own id). `queue_timeout_ms`
+    counts until the first attempt begins, `run_timeout_ms` from then, `deadline_ms` (0: none) from submit; after
+    `reader_ms` (0: never) without a reader it is cancelled; its id is remembered `tombstone_ms` longer than its result.
     """
 
     ref: JobRef
     door: str
-    request: str
+    options: str
+    input: str
     seed: int
     n: int = 1
-    prompt_ids: bytes = b""
+    prompt: bytes = b""
     prompt_tokens: int | None = None
     params: str = "{}"
     tenant: str = "default"
@@ -45,6 +49,11 @@ class NewJob:
     celery: bool = False
     task_id: str = ""
     watch: str = ""
+    queue_timeout_ms: int = 600_000
+    run_timeout_ms: int = 3_600_000
+    deadline_ms: int = 0
+    reader_ms: int = 0
+    tombstone_ms: int = 86_400_000
 
     def fields(self) -> list[Value]:
         """The record's fixed fields, as name, value, name, value ..."""
@@ -57,14 +66,17 @@ class NewJob:
             "fairness": self.fairness or self.tenant,
             "n": self.n,
             "seed": self.seed,
-            "request": self.request,
-            "prompt": self.prompt_ids,
+            "options": self.options,
+            "input": self.input,
+            "prompt": self.prompt,
             "params": self.params,
             "background": int(self.background),
             "store": int(self.store),
             "celery": int(self.celery),
             "task_id": self.task_id or str(self.ref),
             "watch": self.watch,
+            "run_timeout_ms": self.run_timeout_ms,
+            "tombstone_ms": self.tombstone_ms,
         }
         if self.prompt_tokens is not None:
             pairs["prompt_tokens"] = self.prompt_tokens
@@ -127,7 +139,7 @@ class JobRecord:
         return jobs.is_terminal(self.state)
 
 
-#: What a reader of a job needs of its HASH; prompt and request stay where they are, they may be large.
+#: What a reader of a job needs of its HASH; prompt and input stay where they are, they may be large.
 RECORD_FIELDS = (
     "state", "kind", "tenant", "n", "seed", "params", "background", "store", "task_id", "attempt", "rank", "tokens",
     "created_ms", "started_ms", "finished_ms", "prompt_tokens", "cached_tokens", "output_tokens",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,9 @@ _DECLARATION = re.compile(r"^-- (KEYS|KEY|ARG|INCLUDE|FLAGS|RETURN)\s+(.*)$")
 
 Value = str | bytes | int | float
 Command = list[Value]
+
+#: Commands sent at once: enough to share a system call, few enough that the server starts early.
+PART = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,27 +140,73 @@ def run(client: Client, command: Command) -> Any:
 
 
 def run_many(client: Client, commands: Sequence[Command]) -> list[Any]:
-    """Run commands in one round trip, in order; the first error reply is raised after all have run.
+    """Run commands in order, in about one round trip; the replies in order. Raises the first error reply."""
+    return list(run_stream(client, commands))
 
-    A verb unknown to the server is loaded and sent again alone: a NOSCRIPT reply means that it did nothing.
+
+def run_stream(client: Client, commands: Iterable[Command]) -> Iterator[Any]:
+    """Run commands in order and yield their replies in order, a part at a time: while the server works on one part, the
+    next is built (`commands` is read lazily) and the replies of the last are used by the caller.
+
+    A verb unknown to the server is loaded and sent again alone: NOSCRIPT means that it did nothing. Raises the first
+    error reply, at its place; then, or when the caller stops early, the connection is dropped, because later replies
+    on it would answer the next caller.
     """
-    pipe = client.pipeline(transaction=False)
+    connection = client.connection_pool.get_connection()
+    done = False
+    try:
+        sent: list[Command] = []
+        for part in _parts(commands):
+            connection.send_packed_command(connection.pack_commands(part))
+            replies = [_reply(connection) for _ in sent]
+            if any(isinstance(reply, redis.exceptions.NoScriptError) for reply in replies):
+                # Nothing may be outstanding while the verb is loaded, so this part's replies are read as well.
+                replies += [_reply(connection) for _ in part]
+                replies = _reload(connection, [*sent, *part], replies)
+                part = []  # noqa: PLW2901 - it has been answered
+            yield from map(_checked, replies)
+            sent = part
+        yield from map(_checked, _reload(connection, sent, [_reply(connection) for _ in sent]))
+        done = True
+    finally:
+        if not done:
+            connection.disconnect()
+        client.connection_pool.release(connection)
+
+
+def _parts(commands: Iterable[Command]) -> Iterator[list[Command]]:
+    part: list[Command] = []
     for command in commands:
-        pipe.execute_command(*command)
-    replies = pipe.execute(raise_on_error=False)
+        part.append(command)
+        if len(part) == PART:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def _reply(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except redis.exceptions.ResponseError as error:
+        return error
+
+
+def _checked(reply: Any) -> Any:
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
+
+
+def _reload(connection: Any, commands: Sequence[Command], replies: list[Any]) -> list[Any]:
+    """The replies, with those commands run again whose verb the server did not know."""
     for position, reply in enumerate(replies):
         if isinstance(reply, redis.exceptions.NoScriptError):
-            replies[position] = _load_and_run(client, commands[position])
-    for reply in replies:
-        if isinstance(reply, Exception):
-            raise reply
-    return cast("list[Any]", replies)
-
-
-def _load_and_run(client: Client, command: Command) -> Any:
-    source = next(known.source for known in all_scripts() if known.sha == command[1])
-    client.script_load(source)
-    return client.execute_command(*command)
+            source = next(known.source for known in all_scripts() if known.sha == commands[position][1])
+            load: Command = ["SCRIPT", "LOAD", source]
+            connection.send_packed_command(connection.pack_commands([load, commands[position]]))
+            replies[position] = [_reply(connection) for _ in range(2)][1]
+    return replies
 
 
 @cache

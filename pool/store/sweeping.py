@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pool.store.connection import Client
+from pool.store.connection import Client, state_errors
 from pool.store.ids import MODEL_PATTERN
-from pool.store.jobs import JobStore, state_errors
+from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
 from pool.store.scripts import run, run_many, script
+
+DEAD_LETTERS_KEPT = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,7 @@ class Swept:
     held: bool = False
     requeued: int = 0
     poisoned: int = 0
+    expired: int = 0
 
 
 class Sweeper:
@@ -44,24 +47,22 @@ class Sweeper:
         with state_errors():
             code, *found = run(self._client, command)
             if code == b"hold":
-                return Swept(held=True)
+                return Swept(held=True, expired=self._expire(keys))
             expired, unbegun = found
             requeued, poisoned = self._take_back(keys, [token.decode() for token in expired])
-            return Swept(requeued=requeued + self._requeue_unbegun(keys, unbegun), poisoned=poisoned)
+            requeued += self._requeue_unbegun(keys, unbegun)
+            return Swept(requeued=requeued, poisoned=poisoned, expired=self._expire(keys))
 
     def _take_back(self, keys: ModelKeys, tokens: list[str]) -> tuple[int, int]:
         commands = [
             script("take_back")(
-                job=keys.job(token),
-                log=keys.log(token),
-                queue=keys.queue,
-                index=keys.index,
-                leases=keys.leases,
-                outbox=keys.outbox,
+                **keys.ending(token),
                 sweep=keys.sweep,
+                dead=keys.dead,
                 token=token,
                 cap=self._max_deliveries,
                 ttl=self._result_ttl_ms,
+                keep=DEAD_LETTERS_KEPT,
             )
             for token in tokens
         ]
@@ -71,6 +72,22 @@ class Sweeper:
                 outcomes[reply[0]] += 1
                 self._store.notify(token, watch=reply[1].decode(), rank=reply[2].decode())
         return outcomes[b"requeued"], outcomes[b"poison"]
+
+    def _expire(self, keys: ModelKeys) -> int:
+        """Carry out timers that are due, at most 100; each is removed by the script that does what it stands for."""
+        seconds, micros = self._client.time()
+        due = self._client.zrange(keys.timers, "-inf", seconds * 1000 + micros // 1000, byscore=True, offset=0, num=100)
+        timers = [timer.decode().split(":", 1) for timer in due]
+        commands = [
+            script("expire")(**keys.ending(token), kind=kind, token=token, ttl=self._result_ttl_ms)
+            for kind, token in timers
+        ]
+        expired = 0
+        for (_, token), reply in zip(timers, run_many(self._client, commands) if commands else [], strict=True):
+            if reply[0] in (b"failed", b"cancelled"):
+                expired += 1
+                self._store.notify(token, watch=reply[1].decode(), rank=reply[2].decode())
+        return expired
 
     def _requeue_unbegun(self, keys: ModelKeys, entries: list[bytes]) -> int:
         """Entries of dead readers; an entry whose message was deleted from the stream is only acknowledged."""

@@ -26,7 +26,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A state server with one worker."""
     with StateServer(tmp_path_factory.mktemp("state")) as server:
         site = Site(server.url, tmp_path_factory.mktemp("site"))
-        site.worker()
+        # Flower turns events on by itself, after a while; -E shows the first jobs too, as `genpool up --flower` does.
+        site.worker("-E")
         yield site
         site.close()
 

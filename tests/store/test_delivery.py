@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pool.store.connection import Client
-from pool.store.delivery import Delivery, Handout, Lease, Write, failed
+from pool.store.delivery import Delivery
+from pool.store.handouts import Handout, Lease, Write, failed
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
 from pool.store.log import LogEntry, pack, replay_of, unpack
@@ -20,7 +21,7 @@ from tests.builders import completed, entry, new_job
 def running(store: JobStore, rank_a: Delivery) -> Handout:
     """A job begun by rank a."""
     store.submit(new_job(n=2))
-    (handout,) = rank_a.take(1, 10)
+    (handout,) = rank_a.take(1, 10).handouts
     return handout
 
 
@@ -33,16 +34,16 @@ def test_a_worker_reads_only_what_fits(store: JobStore, rank_a: Delivery, rank_b
     """Room 2 of 3 queued jobs: two go to one rank, the third stays for the other."""
     for _ in range(3):
         store.submit(new_job())
-    first, second = rank_a.take(2, 10)
-    (third,) = rank_b.take(2, 10)
-    assert rank_a.take(1, 10) == []
+    first, second = rank_a.take(2, 10).handouts
+    (third,) = rank_b.take(2, 10).handouts
+    assert rank_a.take(1, 10).handouts == []
     for rank, handout in ((rank_a, first), (rank_a, second), (rank_b, third)):
         end(rank, handout)
 
 
 def test_a_handout_carries_what_the_runner_needs(rank_a: Delivery, running: Handout) -> None:
     """Prompt, seed, choices; the first attempt has nothing to replay."""
-    assert (running.prompt_ids, running.seed, running.n, running.lease.attempt) == ((1, 2, 3), 7, 2, 1)
+    assert (running.prompt_tokens, running.seed, running.n, running.lease.attempt) == (3, 7, 2, 1)
     assert (running.logged, running.replay) == (0, ((), ()))
     end(rank_a, running)
 
@@ -56,8 +57,9 @@ def test_only_the_owner_of_the_entry_begins(store: JobStore, rank_a: Delivery, c
 
     def begin(rank: str) -> bytes:
         command = script("begin")(job=keys.job(job.ref.token), queue=keys.queue, leases=keys.leases,
+        timers=keys.timers,
         token=job.ref.token,
-                                  entry=entry_id, rank=rank, nonce="n1", lease=3000)  # fmt: skip
+                                  entry=entry_id, rank=rank, nonce="n1", lease=3000, alone=0)  # fmt: skip
         return bytes(run(client, command)[0])
 
     assert begin("rank-b") == b"not-owner"
@@ -99,7 +101,7 @@ def test_a_hand_back_wakes_a_blocked_reader_and_keeps_the_tokens(
     """The other rank gets the job with its logged tokens, as attempt 2; the first rank's fence is dead."""
     rank_a.write([Write(running.lease, 0, (entry(0, 5, 6, text="ab"), entry(2, 9, choice=1, text="c")))])
     assert rank_a.hand_back([running.lease]) == 1
-    (taken,) = rank_b.take(1, 1000)
+    (taken,) = rank_b.take(1, 1000).handouts
     assert (taken.lease.attempt, taken.logged, taken.replay) == (2, 3, ((5, 6), (9,)))
     assert rank_a.write([Write(running.lease, 3, (entry(3, 7),))])[0].code == "stale"
     assert rank_a.hand_back([running.lease]) == 0
@@ -122,7 +124,7 @@ def test_a_failed_job_tells_why(store: JobStore, rank_a: Delivery) -> None:
     """Code and message are in the record; it has no outputs."""
     job = new_job()
     store.submit(job)
-    (handout,) = rank_a.take(1, 10)
+    (handout,) = rank_a.take(1, 10).handouts
     rank_a.write([Write(handout.lease, 0, (), failed("engine_error", "The engine failed: OSError."))])
     record = store.read(job.ref)
     assert (record.state, record.error_code, record.error_message) == (
@@ -131,22 +133,12 @@ def test_a_failed_job_tells_why(store: JobStore, rank_a: Delivery) -> None:
     assert record.outputs == ()
 
 
-def test_a_lost_group_is_made_again(store: JobStore, rank_a: Delivery, client: Client) -> None:
-    """Without its group a read answers nothing once, then reads from the stream's beginning."""
-    job = new_job()
-    store.submit(job)
-    client.xgroup_destroy(ModelKeys("tiny:0").queue, GROUP)
-    assert rank_a.take(1, 10) == []
-    (handout,) = rank_a.take(1, 10)
-    end(rank_a, handout)
-
-
 def test_a_celery_job_leaves_its_result_to_the_outbox(store: JobStore, rank_a: Delivery, client: Client) -> None:
     """Only jobs that want a Celery result enter the outbox, in the write that ends them."""
     jobs = [new_job(), new_job(celery=True)]
     for job in jobs:
         store.submit(job)
-    for handout in rank_a.take(2, 10):
+    for handout in rank_a.take(2, 10).handouts:
         end(rank_a, handout)
     outbox = ModelKeys("tiny:0").outbox
     assert client.zrange(outbox, 0, -1) == [jobs[1].ref.token.encode()]

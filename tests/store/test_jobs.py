@@ -8,7 +8,8 @@ import pytest
 
 from pool.errors import JobNotCancellable, JobUnknown, QueueFull, StateUnavailable
 from pool.store.connection import Client, connect
-from pool.store.delivery import Delivery, Write
+from pool.store.delivery import Delivery
+from pool.store.handouts import Write
 from pool.store.ids import new_ref, parse_ref
 from pool.store.jobs import JobStore
 from pool.store.keys import keys_of, node_channel
@@ -98,14 +99,14 @@ def test_a_cancelled_queued_job_is_never_handed_out(store: JobStore, rank_a: Del
     store.submit(job)
     assert store.cancel(job.ref).state == "cancelled"
     assert store.cancel(job.ref).state == "cancelled"
-    assert rank_a.take(5, 10) == []
+    assert rank_a.take(5, 10).handouts == []
 
 
 def test_a_cancelled_running_job_refuses_its_worker(store: JobStore, rank_a: Delivery) -> None:
     """A late append or completion loses, and the text shown so far stays readable."""
     job = new_job()
     store.submit(job)
-    (handout,) = rank_a.take(5, 10)
+    (handout,) = rank_a.take(5, 10).handouts
     assert rank_a.write([Write(handout.lease, 0, (entry(0, 11, text="so far"),))])[0].code == "ok"
     store.cancel(job.ref)
     late = Write(handout.lease, 1, (entry(1, 12),), completed("so far!"))
@@ -120,7 +121,7 @@ def test_a_finished_job_cannot_be_cancelled(store: JobStore, rank_a: Delivery) -
     """It keeps its state and its text."""
     job = new_job()
     store.submit(job)
-    (handout,) = rank_a.take(1, 10)
+    (handout,) = rank_a.take(1, 10).handouts
     rank_a.write([Write(handout.lease, 0, (entry(0, 11),), completed("x"))])
     with pytest.raises(JobNotCancellable, match="completed"):
         store.cancel(job.ref)
@@ -131,7 +132,7 @@ def test_the_end_comes_with_everything_and_starts_the_ttl(store: JobStore, rank_
     """One write: state, text, usage, ack, delete, TTL of record and log."""
     job = new_job()
     store.submit(job)
-    (handout,) = rank_a.take(1, 10)
+    (handout,) = rank_a.take(1, 10).handouts
     rank_a.write([Write(handout.lease, 0, (entry(0, 11, text="hi"),), completed("hi"))])
     record = store.read(job.ref)
     assert (record.state, record.outputs[0].text, record.output_tokens, record.prompt_tokens) == (

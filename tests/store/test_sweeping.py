@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pool.store.connection import Client
-from pool.store.delivery import Delivery, Handout, Write
+from pool.store.delivery import Delivery
+from pool.store.handouts import Handout, Taken, Write
+from pool.store.ids import JobRef
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
 from pool.store.sweeping import Swept
@@ -30,7 +32,15 @@ def expire(client: Client, *handouts: Handout) -> None:
 def running(store: JobStore, rank_a: Delivery) -> Handout:
     """A job begun by rank a."""
     store.submit(new_job())
-    (handout,) = rank_a.take(1, 10)
+    (handout,) = rank_a.take(1, 10).handouts
+    return handout
+
+
+def take_alone(rank: Delivery) -> Handout:
+    """Begin the one job that waits to run alone."""
+    (waiting,) = rank.take(1, 100).alone
+    handout = rank.begin_alone(waiting)
+    assert handout is not None
     return handout
 
 
@@ -46,7 +56,7 @@ def test_an_expired_lease_goes_to_another_rank(
     steady(client)
     expire(client, running)
     assert sweeper(client).sweep("tiny") == Swept(requeued=1)
-    (taken,) = rank_b.take(1, 100)
+    taken = take_alone(rank_b)
     assert taken.lease.attempt == 2
     assert rank_a.write([Write(running.lease, 0, (), completed("x"))])[0].code == "stale"
     finish(rank_b, taken)
@@ -93,15 +103,63 @@ def test_a_job_that_keeps_losing_its_worker_is_poison(
         steady(client)
         expire(client, handout)
         assert sweeping.sweep("tiny") == Swept(requeued=1)
-        (handout,) = rank_a.take(1, 100)
+        handout = take_alone(rank_a)
         assert handout.lease.attempt == attempt + 1
     expire(client, handout)
     steady(client)
     assert sweeping.sweep("tiny") == Swept(poisoned=1)
-    assert rank_a.take(1, 10) == []
-    views = store.views([(ref, 0) for ref in [new_job().ref]])
-    assert views == [None]
-    assert client.hget(KEYS.job(handout.lease.token), "error_code") == b"poison"
+    assert rank_a.take(1, 10) == Taken()
+    record = store.read(JobRef("resp", "tiny", 0, handout.lease.token))
+    assert (record.state, record.error_code, record.attempt) == ("failed", "poison", 3)
+    ((_, letter),) = client.xrange(KEYS.dead)
+    assert letter == {b"job": handout.lease.token.encode(), b"code": b"poison", b"losses": b"3", b"rank": b"rank-a"}
+    client.delete(KEYS.dead)
+
+
+def test_mates_of_a_crash_are_not_blamed(client: Client, store: JobStore, rank_a: Delivery) -> None:
+    """Of two jobs that lost their worker together, three times in company never makes either poison: each must then run
+    alone, and the one that shows a token is cleared."""
+    jobs = [new_job(), new_job()]
+    for job in jobs:
+        store.submit(job)
+    held = rank_a.take(2, 10).handouts
+    sweeping = sweeper(client, max_deliveries=1 + 1)
+    steady(client)
+    expire(client, *held)
+    assert sweeping.sweep("tiny") == Swept(requeued=2)
+    taken = rank_a.take(2, 10)
+    assert taken.handouts == []
+    assert len(taken.alone) == 2
+    good = rank_a.begin_alone(taken.alone[0])
+    assert good is not None
+    assert good.alone
+    rank_a.write([Write(good.lease, 0, (entry(0, 5),))])
+    steady(client)
+    expire(client, good)
+    assert sweeping.sweep("tiny") == Swept(requeued=1)
+    bad = rank_a.begin_alone(taken.alone[1])
+    assert bad is not None
+    steady(client)
+    expire(client, bad)
+    assert sweeping.sweep("tiny") == Swept(poisoned=1)
+    finish(rank_a, take_alone(rank_a))
+    client.delete(KEYS.dead)
+
+
+def test_progress_does_not_excuse_for_ever(client: Client, rank_a: Delivery, running: Handout) -> None:
+    """A job that shows a token and then kills its worker, again and again, is poison after ten times the cap."""
+    sweeping = sweeper(client, max_deliveries=1 + 1)
+    handout = running
+    for logged in range(19):
+        rank_a.write([Write(handout.lease, logged, (entry(logged, 5),))])
+        steady(client)
+        expire(client, handout)
+        assert sweeping.sweep("tiny") == Swept(requeued=1)
+        handout = take_alone(rank_a)
+    steady(client)
+    expire(client, handout)
+    assert sweeping.sweep("tiny") == Swept(poisoned=1)
+    client.delete(KEYS.dead)
 
 
 def test_progress_clears_the_crash_count(client: Client, rank_a: Delivery, running: Handout) -> None:
@@ -118,7 +176,7 @@ def test_a_hand_back_costs_no_delivery(client: Client, rank_a: Delivery, running
     handout = running
     for _ in range(10):
         assert rank_a.hand_back([handout.lease]) == 1
-        (handout,) = rank_a.take(1, 100)
+        (handout,) = rank_a.take(1, 100).handouts
     assert client.hget(KEYS.job(handout.lease.token), "crashes") is None
     assert handout.lease.attempt == 11
     finish(rank_a, handout)
@@ -133,7 +191,7 @@ def test_an_entry_that_was_read_but_never_begun_goes_back(client: Client, store:
     client.xclaim(KEYS.queue, GROUP, "rank-dead", 0, [pending["message_id"]], idle=LEASE_MS + 1, justid=True)
     steady(client)
     assert sweeper(client).sweep("tiny") == Swept(requeued=1)
-    (handout,) = rank_b.take(1, 100)
+    (handout,) = rank_b.take(1, 100).handouts
     assert handout.lease.attempt == 1
     finish(rank_b, handout)
 
@@ -148,6 +206,6 @@ def test_a_deleted_entry_does_not_stay_pending(client: Client, store: JobStore, 
     client.xdel(KEYS.queue, pending["message_id"])
     steady(client)
     sweeper(client).sweep("tiny")
-    assert rank_a.take(1, 10) == []
+    assert rank_a.take(1, 10).handouts == []
     assert client.xpending(KEYS.queue, GROUP)["pending"] == 0
     store.cancel(job.ref)

@@ -230,6 +230,7 @@ def test_everything_starts_before_the_api_and_stops_after_it(tmp_path: Path) -> 
     server = StateServer(tmp_path / "folder")
     try:
         plan = launch.stages(settings, server=server, port=8000, flower_port=5555)
+        assert "--task-events" in plan[2][0].argv
         names = [[child.name for child in stage] for stage in plan]
         assert names == [["state"], ["flower"], [f"worker {SHIPPED}", "worker tiny"], ["api"]]
     finally:

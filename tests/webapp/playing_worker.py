@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from pool.rules import jobs
 from pool.store.connection import connect
-from pool.store.delivery import Delivery, Ending, Handout, Write, Written, failed
+from pool.store.delivery import Delivery
+from pool.store.handouts import Ending, Handout, Write, Written, failed
 from pool.store.keys import ModelKeys
 from pool.store.log import LogEntry
 from pool.store.ranks import Card, RankRegistry
@@ -54,7 +55,7 @@ class PlayingWorker:
 
     def take(self) -> Turn:
         """The next job, begun."""
-        found = wait_until(lambda: self.delivery.take(1, block_ms=100), description="a job in the queue")
+        found = wait_until(lambda: self.delivery.take(1, block_ms=100).handouts, description="a job in the queue")
         return Turn(found[0], seq=found[0].logged)
 
     def say(self, turn: Turn, *pieces: str, choice: int = 0) -> None:
@@ -66,7 +67,7 @@ class PlayingWorker:
         """End the job with what was said."""
         n = turn.handout.n
         outputs = tuple(Output(turn.said.get(i, ""), reason, turn.counts.get(i, 0)) for i in range(n))
-        ending = Ending(jobs.state_of((reason,) * n), outputs, prompt_tokens=len(turn.handout.prompt_ids))
+        ending = Ending(jobs.state_of((reason,) * n), outputs, prompt_tokens=turn.handout.prompt_tokens)
         self._write(turn, Write(turn.handout.lease, turn.seq, (), ending))
 
     def fail(self, turn: Turn, code: str) -> None:
@@ -80,7 +81,8 @@ class PlayingWorker:
                 self.client.pexpire(key, 1000)
         for key in self.client.scan_iter(match=f"gp:{{{MODEL}:0}}:log:*"):
             self.client.pexpire(key, 1000)
-        self.client.delete(self.keys.index, self.keys.leases, self.keys.queue, self.keys.ranks, self.keys.outbox)
+        keys = self.keys
+        self.client.delete(keys.index, keys.leases, keys.queue, keys.ranks, keys.outbox, keys.timers)
 
     @property
     def held(self) -> int:
@@ -101,7 +103,7 @@ class PlayingWorker:
 
     def _answer(self, stop: threading.Event, pieces: Sequence[str], reason: str) -> None:
         while not stop.is_set():
-            for handout in self.delivery.take(8, block_ms=50):
+            for handout in self.delivery.take(8, block_ms=50).handouts:
                 turn = Turn(handout)
                 for choice in range(handout.n):
                     self.say(turn, *pieces, choice=choice)

@@ -94,7 +94,6 @@ UNSUPPORTED = {
         "frequency_penalty": 0.5,
         "lane": "batch",
         "fairness_key": "a",
-        "deadline_seconds": 5,
         "prompt": {"id": "p"},
         "stream_options": {"include_obfuscation": True},
         "service_tier": "flex",

@@ -14,7 +14,7 @@ from flask import Flask
 from pool.errors import JobUnknown
 from pool.rules import jobs
 from pool.store.connection import Client
-from pool.store.delivery import Write
+from pool.store.handouts import Write
 from pool.store.ids import parse_ref
 from pool.store.log import LogEntry
 from pool.store.server import StateServer

@@ -14,7 +14,7 @@ from webapp.rendering.chat import failure_of
 from webapp.rendering.responses import ResponsesStream, response_object
 from webapp.schemas.responses import replay_query, responses_request
 from webapp.streams import stream_of
-from webapp.submitting import Order, submit_and_wait, submit_unwatched
+from webapp.submitting import Order, idempotency_key, submit_and_wait, submit_unwatched
 from webapp.sync import wait_for_end
 
 blueprint = Blueprint("responses", __name__)
@@ -24,13 +24,16 @@ blueprint = Blueprint("responses", __name__)
 def create() -> Response:
     """Generate: wait for the end, stream, or answer at once (`background`)."""
     node = current_node()
-    asked = responses_request(json_object(request, node.settings.limits.body_bytes))
+    body = json_object(request, node.settings.limits.body_bytes)
+    asked = responses_request(body)
     order = Order(
         door="responses",
         request=asked.generation(),
         params=asked.params(),
         background=asked.background,
         store=asked.store,
+        timeouts=asked.timeouts(),
+        key=idempotency_key(request, body),
         names={"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"},
     )
     if asked.stream:
@@ -71,7 +74,9 @@ def _sync(node: Node, order: Order) -> Response:
     with node.places.held():
         waiter, view = submit_and_wait(node, order)
         try:
-            record, entries = wait_for_end(node, waiter, view, request.environ.get("gunicorn.socket"))
+            record, entries = wait_for_end(
+                node, waiter, view, request.environ.get("gunicorn.socket"), cancels=order.cancels
+            )
         finally:
             waiter.close()
     failure = failure_of(record)
@@ -83,4 +88,4 @@ def _sync(node: Node, order: Order) -> Response:
 def _stream(node: Node, order: Order) -> Response:
     with node.places.handed_on():
         waiter, view = submit_and_wait(node, order)
-        return stream_of(node, waiter, view, ResponsesStream(view.record), cancels=not order.background)
+        return stream_of(node, waiter, view, ResponsesStream(view.record), cancels=order.cancels)

@@ -42,6 +42,7 @@ def _listed(value: Any) -> Any:
 Text = Annotated[str, AfterValidator(encodable)]
 Identifier = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable), AfterValidator(_printable)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
+Seconds = Annotated[float, Field(gt=0, le=604_800)]
 Stop = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), AfterValidator(encodable)]],
     Field(max_length=MAX_STOP_STRINGS),
@@ -73,6 +74,18 @@ class Generation(Schema):
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS_LIMIT)
     parallel_tool_calls: bool = True
+    queue_timeout_seconds: Seconds | None = None
+    run_timeout_seconds: Seconds | None = None
+    deadline_seconds: Seconds | None = None
+
+    def timeouts(self) -> dict[str, int]:
+        """The job's time limits that the request names, in ms, by the record's field names."""
+        named = {
+            "queue_timeout_ms": self.queue_timeout_seconds,
+            "run_timeout_ms": self.run_timeout_seconds,
+            "deadline_ms": self.deadline_seconds,
+        }
+        return {name: max(1, round(seconds * 1000)) for name, seconds in named.items() if seconds is not None}
 
     def sampling(self) -> Sampling:
         """The sampling part of the request."""
@@ -135,9 +148,6 @@ UNSUPPORTED: Mapping[str, Neutral] = {
     "lane": never,
     "fairness_key": never,
     "program_id": never,
-    "queue_timeout_seconds": never,
-    "run_timeout_seconds": never,
-    "deadline_seconds": never,
 }
 
 

@@ -9,12 +9,12 @@
 -- INCLUDE fence
 -- FLAGS allow-oom
 -- RETURN {"ok", watch} | {"old", log end} | {"resend", log end} | {"stale", state} | {"gone"}
-local refusal = refused(job, attempt, nonce)
+local refusal, seen = refused(job, attempt, nonce)
 if refusal then return refusal end
-local seen = redis.call('HMGET', job, 'tokens', 'watch')
-local logged = tonumber(seen[1] or 0)
+local logged = tonumber(seen[4] or 0)
 if first_seq + count <= logged then return {'old', logged} end
 if first_seq ~= logged then return {'resend', logged} end
 redis.call('RPUSH', log, unpack(entries))
-redis.call('HSET', job, 'tokens', logged + count, 'crashes', 0)
-return {'ok', seen[2] or ''}
+-- Progress clears the suspicion that an earlier attempt killed its worker.
+redis.call('HSET', job, 'tokens', logged + count, 'crashes', 0, 'suspect', 0)
+return {'ok', seen[5] or ''}

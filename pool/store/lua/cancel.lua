@@ -5,13 +5,16 @@
 -- KEY index zset
 -- KEY leases zset
 -- KEY outbox zset
+-- KEY timers zset
+-- KEY tombstone string
 -- ARG token str
 -- ARG ttl ms
 -- INCLUDE clock finish
 -- FLAGS allow-oom
 -- RETURN {"ok", watch, rank} | {"ended", state} | {"gone"}
-local state = redis.call('HGET', job, 'state')
-if not state then return {'gone'} end
-if state ~= 'queued' and state ~= 'running' then return {'ended', state} end
-local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox}
-return {'ok', finish(keys, token, 'cancelled', ttl, now_ms())}
+local seen = redis.call('HMGET', job, unpack(ENDING))
+if not seen[1] then return {'gone'} end
+if seen[1] ~= 'queued' and seen[1] ~= 'running' then return {'ended', seen[1]} end
+local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
+  timers = timers, tombstone = tombstone}
+return {'ok', finish(keys, token, seen, 'cancelled', ttl, now_ms(), {})}

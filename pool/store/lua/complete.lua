@@ -5,6 +5,8 @@
 -- KEY index zset
 -- KEY leases zset
 -- KEY outbox zset
+-- KEY timers zset
+-- KEY tombstone string
 -- ARG token str
 -- ARG attempt str
 -- ARG nonce str
@@ -14,16 +16,18 @@
 -- ARG state str terminal state
 -- ARG ttl ms
 -- ARG fields list name, value ... of the terminal record
--- INCLUDE clock fence finish
+-- INCLUDE clock finish
 -- FLAGS allow-oom
 -- RETURN {"ok", watch} | {"resend", log end} | {"stale", state} | {"gone"}
-local refusal = refused(job, attempt, nonce)
-if refusal then return refusal end
-local logged = tonumber(redis.call('HGET', job, 'tokens') or 0)
+local seen = redis.call('HMGET', job, unpack(ENDING))
+if not seen[1] then return {'gone'} end
+-- The fence, as in lib/fence.lua, on fields that the ending needs anyway.
+if seen[1] ~= 'running' or seen[9] ~= attempt or seen[10] ~= nonce then return {'stale', seen[1]} end
+local logged = tonumber(seen[8] or 0)
 if first_seq ~= logged then return {'resend', logged} end
-if #entries > 0 then
-  redis.call('RPUSH', log, unpack(entries))
-end
-redis.call('HSET', job, 'tokens', logged + count, unpack(fields))
-local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox}
-return {'ok', (finish(keys, token, state, ttl, now_ms()))}
+if #entries > 0 then redis.call('RPUSH', log, unpack(entries)) end
+fields[#fields + 1] = 'tokens'
+fields[#fields + 1] = logged + count
+local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
+  timers = timers, tombstone = tombstone}
+return {'ok', (finish(keys, token, seen, state, ttl, now_ms(), fields))}

@@ -13,15 +13,14 @@
 local until_ms = now_ms() + lease
 local reply = {}
 for i, job in ipairs(jobs) do
-  local refusal = refused(job, attempts[i], nonces[i])
+  local refusal, fields = refused(job, attempts[i], nonces[i])
   if refusal then
     reply[i] = {refusal[2] or 'gone'}
   else
-    local seen = redis.call('HMGET', job, 'entry', 'watch')
     redis.call('ZADD', leases, until_ms, tokens[i])
     -- The fence has just shown that the entry is ours, so this claim cannot steal; it only resets the idle time.
-    redis.call('XCLAIM', queue, 'workers', rank, 0, seen[1], 'JUSTID')
-    reply[i] = seen[2] or ''
+    redis.call('XCLAIM', queue, 'workers', rank, 0, redis.call('HGET', job, 'entry'), 'JUSTID')
+    reply[i] = fields[5] or ''
   end
 end
 return reply

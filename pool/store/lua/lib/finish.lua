@@ -1,14 +1,20 @@
--- The one place where a job becomes terminal: state, ack, delete, indexes, TTL and outbox change together.
+-- The one place where a job becomes terminal: state, ack, delete, indexes, timers, TTL, tombstone and outbox together.
+-- `seen` holds the record's fields of ENDING, `values` the terminal ones to write, name by name.
 -- Returns the nodes to wake, and the rank that may still be working on it.
-local function finish(keys, token, state, ttl_ms, at_ms)
-  local seen = redis.call('HMGET', keys.job, 'entry', 'celery', 'watch', 'rank')
-  redis.call('HSET', keys.job, 'state', state, 'finished_ms', at_ms)
-  redis.call('XACK', keys.queue, 'workers', seen[1])
-  redis.call('XDEL', keys.queue, seen[1])
+local ENDING = {'state', 'entry', 'celery', 'watch', 'rank', 'tombstone_ms', 'n', 'tokens', 'attempt', 'nonce'}
+
+local function finish(keys, token, seen, state, ttl_ms, at_ms, values)
+  local _, entry, celery, watch, rank, tombstone_ms, n = unpack(seen)
+  redis.call('HSET', keys.job, 'state', state, 'finished_ms', at_ms, unpack(values))
+  redis.call('XACK', keys.queue, 'workers', entry)
+  redis.call('XDEL', keys.queue, entry)
   redis.call('ZREM', keys.index, token)
+  for choice = 1, tonumber(n) - 1 do redis.call('ZREM', keys.index, token .. '#' .. choice) end
   redis.call('ZREM', keys.leases, token)
+  redis.call('ZREM', keys.timers, 'queue:' .. token, 'run:' .. token, 'deadline:' .. token, 'reader:' .. token)
   redis.call('PEXPIRE', keys.job, ttl_ms)
   redis.call('PEXPIRE', keys.log, ttl_ms)
-  if seen[2] == '1' then redis.call('ZADD', keys.outbox, at_ms, token) end
-  return seen[3] or '', seen[4] or ''
+  redis.call('SET', keys.tombstone, '', 'PX', ttl_ms + tonumber(tombstone_ms))
+  if celery == '1' then redis.call('ZADD', keys.outbox, at_ms, token) end
+  return watch or '', rank or ''
 end

@@ -1,0 +1,122 @@
+"""What passes between the store and a worker: leases, hand-outs, writes, endings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from pool.rules import jobs
+from pool.store.log import LogEntry
+from pool.store.records import Output
+from pool.store.scripts import Value
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The fence of one attempt: every write of it carries attempt and nonce."""
+
+    token: str
+    attempt: int
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Handout:
+    """A begun job.
+
+    `options`: JSON of the GenerationOptions; `prompt`: packed token ids, or b"" when `input`, JSON of the prompt as it
+    was given, still has to be tokenized; `celery`: whether it leaves a Celery result; `replay`:
+    token ids logged by earlier attempts, by choice; `logged`: how many those are; `watch`: nodes to hint to.
+    `task_id`: Celery's id of it; `created_ms`: when it was submitted, on the state server's clock;
+    `alone`: its last attempt lost its worker, so nothing else may run beside it until it shows a token.
+    """
+
+    lease: Lease
+    options: bytes
+    prompt: bytes
+    input: bytes
+    n: int
+    seed: int
+    logged: int
+    replay: tuple[tuple[int, ...], ...]
+    watch: str
+    task_id: str
+    created_ms: int
+    alone: bool = False
+    celery: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the packed prompt."""
+        return len(self.prompt) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A stream entry of this rank's pending list, and the job it names."""
+
+    id: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What one read brought: begun jobs, and entries of jobs that may only begin where nothing else runs."""
+
+    handouts: list[Handout] = field(default_factory=list)
+    alone: list[Entry] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a job ends: a terminal `state`, with outputs and usage or with an error."""
+
+    state: str
+    outputs: tuple[Output, ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    error_code: str = ""
+    error_message: str = ""
+
+    def fields(self) -> list[Value]:
+        """The terminal record's fields, as name, value, name, value ..."""
+        if self.error_code:
+            return ["error_code", self.error_code, "error_message", self.error_message]
+        outputs = [{"text": o.text, "finish_reason": o.finish_reason, "tokens": o.tokens} for o in self.outputs]
+        return [
+            "outputs", json.dumps(outputs, ensure_ascii=False, separators=(",", ":")),
+            "prompt_tokens", self.prompt_tokens,
+            "cached_tokens", self.cached_tokens,
+            "output_tokens", sum(o.tokens for o in self.outputs),
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Log entries of one job, in order, and its ending if it has ended. `entries` start at `first_seq`."""
+
+    lease: Lease
+    first_seq: int
+    entries: tuple[LogEntry, ...]
+    ending: Ending | None = None
+
+    @property
+    def count(self) -> int:
+        """Tokens in `entries`."""
+        return sum(len(entry.token_ids) for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The store's answer to a Write. `code`: `ok`, `old` (was there already), `resend` (from `log_end`), `stale` (the
+    attempt is over: drop the job; `detail` is its state)."""
+
+    code: str
+    log_end: int = 0
+    watch: str = ""
+    detail: str = ""
+
+
+def failed(code: str, message: str) -> Ending:
+    """The ending of a job that failed by name."""
+    return Ending(state=jobs.FAILED, error_code=code, error_message=message)

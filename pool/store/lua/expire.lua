@@ -1,0 +1,33 @@
+-- expire: carry out a timer that is due; it is removed here and nowhere else before its job ends.
+-- KEY job hash
+-- KEY log list
+-- KEY queue stream
+-- KEY index zset
+-- KEY leases zset
+-- KEY outbox zset
+-- KEY timers zset
+-- KEY tombstone string
+-- ARG kind str queue, run, deadline or reader
+-- ARG token str
+-- ARG ttl ms
+-- INCLUDE clock finish
+-- FLAGS allow-oom
+-- RETURN {"failed", watch, rank} | {"cancelled", watch, rank} | {"early"} | {"void"}
+local at_ms = now_ms()
+local timer = kind .. ':' .. token
+local due_ms = redis.call('ZSCORE', timers, timer)
+if not due_ms then return {'void'} end
+if tonumber(due_ms) > at_ms then return {'early'} end
+redis.call('ZREM', timers, timer)
+local seen = redis.call('HMGET', job, unpack(ENDING))
+if seen[1] ~= 'queued' and seen[1] ~= 'running' then return {'void'} end
+local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
+  timers = timers, tombstone = tombstone}
+if kind == 'reader' then return {'cancelled', finish(keys, token, seen, 'cancelled', ttl, at_ms, {})} end
+local reasons = {
+  queue = {'queue_timeout', 'No worker began it within its queue timeout.'},
+  run = {'run_timeout', 'It did not end within its run timeout.'},
+  deadline = {'deadline_exceeded', 'Its deadline passed before it ended.'},
+}
+local values = {'error_code', reasons[kind][1], 'error_message', reasons[kind][2]}
+return {'failed', finish(keys, token, seen, 'failed', ttl, at_ms, values)}

@@ -1,0 +1,37 @@
+"""The memory gate: new jobs are refused before the state server is full, so that running ones can still end."""
+
+from __future__ import annotations
+
+import time
+
+from pool.errors import StateUnavailable
+from pool.store.connection import Client, state_errors
+
+#: Share of `maxmemory` above which no new job is accepted.
+FULL_SHARE = 0.85
+#: How long a measurement is used.
+FRESH_S = 1.0
+
+
+class MemoryGate:
+    """Looks at the server's memory at most once a second."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._share = 0.0
+        self._measured_s = float("-inf")
+
+    def check(self) -> None:
+        """Raises StateUnavailable while more than 85 % of `maxmemory` are in use. Without a limit it never does."""
+        now_s = time.monotonic()
+        if now_s - self._measured_s > FRESH_S:
+            with state_errors():
+                memory = self._client.info("memory")
+            limit = int(memory.get("maxmemory", 0))
+            self._share = int(memory["used_memory"]) / limit if limit else 0.0
+            self._measured_s = now_s
+        if self._share > FULL_SHARE:
+            raise StateUnavailable(
+                f"The state server uses {self._share:.0%} of its memory; new jobs are accepted below {FULL_SHARE:.0%}.",
+                code="state_memory_full",
+            )

@@ -1,0 +1,1 @@
+"""The scripted engine and its worker: for fault tests only."""

@@ -1,0 +1,130 @@
+"""The scripted engine, for fault tests only: it runs no model. The first line of a prompt says what to do.
+
+    say TEXT            emit TEXT as byte tokens, one a step, then end
+    repeat N TEXT       emit TEXT N times, then end
+    crash AFTER         emit AFTER filler bytes, then kill the process
+    raise AFTER         emit AFTER filler bytes, then raise inside every step that this session is in
+    hang AFTER          emit AFTER filler bytes, then never return from the step
+
+Each step takes `delay_ms`. The log gets a line for each beginning and each token, over all processes that share it:
+`start SESSION ATTEMPT PID` and `tok SESSION N`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tasks.ports import CacheMiss, Capability, Logits, Member, StepLogits, StepResult
+from tasks.vocabulary import Vocabulary
+from workers.engines.tiny import tiny_vocabulary
+
+CONTEXT = 65_536
+FILLER = b"."
+HANG_S = 3600
+
+
+class ScriptedEngine:
+    """A tasks.ports.Engine whose next token depends on the prompt's script and the number of tokens so far."""
+
+    context_length = CONTEXT
+    bytes_per_token = 1
+    prefill_grid = 16
+
+    def __init__(self, *, delay_ms: float, log_path: Path) -> None:
+        self.vocabulary: Vocabulary = tiny_vocabulary()
+        tokens = reversed(range(self.vocabulary.size))
+        self._token_of = {self.vocabulary.token_bytes(token): token for token in tokens}
+        self._delay_s = delay_ms / 1000
+        self._log = log_path.open("a", buffering=1)
+        self._held: dict[tuple[str, int], list[int]] = {}
+
+    def fingerprint(self) -> str:
+        """Every scripted engine gives the same tokens."""
+        return "scripted"
+
+    def capability(self) -> Capability:
+        """As many sessions as asked for."""
+        return Capability(
+            max_sessions=4096,
+            max_positions=CONTEXT,
+            batch_invariant=True,
+            recompute_exact=True,
+            snapshot=False,
+            prefix_share=False,
+            logprobs=False,
+            seed=True,
+        )
+
+    def step(self, batch: Sequence[Member]) -> list[StepResult]:
+        """One result a member; faults happen as scripted."""
+        time.sleep(self._delay_s)
+        return [self._advance(member) for member in batch]
+
+    def _advance(self, member: Member) -> StepResult:
+        key = (member.session, member.epoch)
+        if member.start == 0:
+            self._held[key] = []
+            self._log.write(f"start {member.session} {member.epoch} {os.getpid()}\n")
+        held = self._held.get(key)
+        if held is None or len(held) != member.start:
+            return CacheMiss()
+        token = None
+        if member.wants_logits:
+            token = self._next(member.session, [*held, *map(int, member.tokens)])
+        held.extend(map(int, member.tokens))
+        return StepLogits(None if token is None else self._row(token), len(held))
+
+    def _next(self, session: str, tokens: Sequence[int]) -> int:
+        """The token that the script gives after these."""
+        text = b"".join(self.vocabulary.token_bytes(token) for token in tokens)
+        script, _, output = text.partition(b"\n")
+        verb, _, rest = script.partition(b" ")
+        at = len(output)
+        if verb in (b"crash", b"raise", b"hang"):
+            return self._fault(verb, at, int(rest), session)
+        if verb == b"repeat":
+            count, _, piece = rest.partition(b" ")
+            rest = piece * int(count)
+        self._log.write(f"tok {session} {at}\n")
+        return self._token_of[rest[at : at + 1]] if at < len(rest) else self.vocabulary.eos_ids[0]
+
+    def _fault(self, verb: bytes, at: int, after: int, session: str) -> int:
+        if at < after:
+            self._log.write(f"tok {session} {at}\n")
+            return self._token_of[FILLER]
+        if verb == b"crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if verb == b"hang":
+            time.sleep(HANG_S)
+        raise RuntimeError("as scripted")
+
+    def _row(self, token: int) -> Logits:
+        row = np.full(self.vocabulary.size, -1e9, dtype=np.float32)
+        row[token] = 0.0
+        return row
+
+    def release(self, session: str, epoch: int) -> None:
+        """Forget a session."""
+        self._held.pop((session, epoch), None)
+
+    def share_prefix(self, source: tuple[str, int], target: tuple[str, int], positions: int) -> bool:  # noqa: ARG002
+        """Unsupported."""
+        return False
+
+    def snapshot(self, session: str, epoch: int) -> bytes | None:  # noqa: ARG002 - the port's signature
+        """Unsupported."""
+        return None
+
+    def restore(self, session: str, epoch: int, blob: bytes) -> bool:  # noqa: ARG002 - the port's signature
+        """Unsupported."""
+        return False
+
+    def close(self) -> None:
+        """End the log."""
+        self._log.close()

@@ -1,0 +1,27 @@
+"""A genpool worker as it is shipped, except for its engine: `python -m tests.scripted.worker -Q MODEL ...`.
+
+SCRIPTED_LOG names the log file, SCRIPTED_DELAY_MS how long a step takes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from pool.settings import ModelSettings
+from tasks.celery import app
+from tasks.ports import Engine
+from tests.scripted.engine import ScriptedEngine
+from workers.engines import BACKENDS
+
+
+def load(name: str, settings: ModelSettings, weights: Path | None) -> Engine:  # noqa: ARG001 - a backend's signature
+    """The engine of any model of this process."""
+    return ScriptedEngine(delay_ms=float(os.environ["SCRIPTED_DELAY_MS"]), log_path=Path(os.environ["SCRIPTED_LOG"]))
+
+
+if __name__ == "__main__":
+    # The names of backends are fixed by the settings' schema, so this one takes the place of a real one, here only.
+    BACKENDS["numpy"] = load
+    app.worker_main(["worker", *sys.argv[1:]])
