@@ -6,7 +6,8 @@
 **Runner**: what a worker's I/O threads talk to: submit, cancel, capacity, events. The batching loop implements it over
 an Engine; a remote backend implements it over HTTP.
 
-Everything that crosses these borders is a frozen dataclass, so that tests drive either side alone.
+Everything that crosses these borders is a dataclass that nobody changes, so that tests drive either side alone. Those
+made for each job or token are not frozen: making a frozen one costs three times as much.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Capability:
     seed: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Member:
     """One session's part of a step: `tokens` (T,) int32 go to positions [start, start + T).
 
@@ -55,7 +56,7 @@ class Member:
     wants_logits: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepLogits:
     """`row` (V,) float32: logits after the member's last token, or None where none were wanted; `length`: positions the
     session holds now."""
@@ -136,7 +137,7 @@ class Engine(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Generation:
     """One job as the runner sees it.
 
@@ -155,7 +156,7 @@ class Generation:
     replay: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tokens:
     """New output of one choice. `text` is the piece that became safe to show with these tokens (it may be empty, and
     may hold text withheld earlier)."""
@@ -167,7 +168,7 @@ class Tokens:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChoiceOutput:
     """How one choice ended: `finish_reason` is `stop` or `length`; `text` is its complete text."""
 
@@ -176,7 +177,7 @@ class ChoiceOutput:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finished:
     """All choices of the job ended by themselves. Token counts are whole-job totals, replayed tokens included."""
 
@@ -187,7 +188,7 @@ class Finished:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Failed:
     """The job failed by name (`code`, e.g. `engine_error`); `message` is safe to show."""
 

@@ -88,6 +88,7 @@ class BatchingLoop:
     def __post_init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._sink: EventSink | None = None
+        self._eos_ids = frozenset(self.engine.vocabulary.eos_ids)
         self._count_lock = threading.Lock()
 
     # -- what other threads call -------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ class BatchingLoop:
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, Generation):
-                sessions = sessions_of(item, self.engine.vocabulary)
+                sessions = sessions_of(item, self.engine.vocabulary, self._eos_ids)
                 self._jobs[item.job, item.attempt] = _Job(item, sessions, len(sessions))
                 self._waiting.extend(sessions)
             elif item in self._jobs:

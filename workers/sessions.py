@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pool.rules.batching import peak_positions
-from tasks.payloads import Sampling
 from tasks.ports import ChoiceOutput, Generation, Logits, Member
 from tasks.vocabulary import Vocabulary
 from workers.sampling import draw
@@ -86,19 +85,18 @@ class Session:
         return ChoiceOutput("".join(self.shown), self.finish_reason, len(self.output))
 
 
-def sessions_of(generation: Generation, vocabulary: Vocabulary) -> list[Session]:
+def sessions_of(generation: Generation, vocabulary: Vocabulary, eos_ids: frozenset[int]) -> list[Session]:
     """A job's sessions, logged tokens taken. One whose log already holds its end is finished at once."""
-    return [_session(generation, choice, vocabulary) for choice in range(generation.n)]
+    return [_session(generation, choice, vocabulary, eos_ids) for choice in range(generation.n)]
 
 
-def _session(generation: Generation, choice: int, vocabulary: Vocabulary) -> Session:
-    sampling: Sampling = generation.sampling
+def _session(generation: Generation, choice: int, vocabulary: Vocabulary, eos_ids: frozenset[int]) -> Session:
     session = Session(
         generation=generation,
         choice=choice,
         id=f"{generation.job}/{choice}",
-        eos_ids=frozenset(vocabulary.eos_ids),
-        text=TextStream(vocabulary, sampling.stop),
+        eos_ids=eos_ids,
+        text=TextStream(vocabulary, generation.sampling.stop),
     )
     for token in generation.replay[choice] if generation.replay else ():
         session.take(token)

@@ -1,4 +1,7 @@
-"""What passes between the store and a worker: leases, hand-outs, writes, endings."""
+"""What passes between the store and a worker: leases, hand-outs, writes, endings.
+
+Nobody changes one; they are not frozen because making a frozen one costs three times as much, several times a job.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pool.store.records import Output
 from pool.store.scripts import Value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lease:
     """The fence of one attempt: every write of it carries attempt and nonce."""
 
@@ -20,7 +23,7 @@ class Lease:
     nonce: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Handout:
     """A begun job.
 
@@ -51,7 +54,7 @@ class Handout:
         return len(self.prompt) // 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
     """A stream entry of this rank's pending list, and the job it names."""
 
@@ -67,7 +70,7 @@ class Taken:
     alone: list[Entry] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ending:
     """How a job ends: a terminal `state`, with outputs and usage or with an error."""
 
@@ -91,7 +94,7 @@ class Ending:
         ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Write:
     """Log entries of one job, in order, and its ending if it has ended. `entries` start at `first_seq`."""
 
@@ -106,7 +109,7 @@ class Write:
         return sum(len(entry.token_ids) for entry in self.entries)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Written:
     """The store's answer to a Write. `code`: `ok`, `old` (was there already), `resend` (from `log_end`), `stale` (the
     attempt is over: drop the job; `detail` is its state)."""
