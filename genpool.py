@@ -1,4 +1,4 @@
-"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | config | models`.
+"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | check | config | models`.
 
 Each command checks the settings, then hands over to the layer that does the work. Deliberate errors end as one line on
 stderr and exit code 1, wrong usage as exit code 2.
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -167,6 +168,22 @@ def config(as_json: bool, as_markdown: bool) -> None:
         return
     for entry in effective:
         click.echo(f"{entry.field} = {json.dumps(entry.value, ensure_ascii=False)}  # {entry.origin}")
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def check(as_json: bool) -> None:
+    """Audit the live state: every job reachable, every log whole, nothing leaked. Exit code 1 with violations."""
+    settings = load_settings()
+    require_state_server(settings)
+    found = job_commands.audit(settings)
+    if as_json:
+        click.echo(json.dumps([asdict(violation) for violation in found], indent=2))
+    else:
+        for violation in found:
+            click.echo(f"{violation.invariant}  {violation.subject}  {violation.detail}")
+        click.echo(f"{len(found)} violations." if found else "No violation.")
+    sys.exit(1 if found else 0)
 
 
 @cli.group()

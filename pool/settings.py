@@ -137,7 +137,7 @@ class LimitSettings(Section):
     """`[limits]`: bounds on what callers may send."""
 
     pending_per_model: int = Field(
-        default=1024, ge=1, le=1_000_000, description="Jobs a model holds, queued and running."
+        default=1024, ge=1, le=1_000_000, description="Choices (`n` of each job) a model holds, queued and running."
     )
     queue_timeout_seconds: float = Field(
         default=600, gt=0, le=604_800, description="A job that no worker has begun after this long fails."

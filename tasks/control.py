@@ -37,7 +37,7 @@ def _host(state: Any) -> Host:
 
 @inspect_command()
 def generations(state: Any) -> list[dict[str, Any]]:
-    """Running generations: id, model, attempt, choices, logged tokens, age in seconds."""
+    """Running generations: id, model, attempt, choices, tokens so far, age in seconds."""
     return _host(state).generations()
 
 

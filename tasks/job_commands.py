@@ -11,6 +11,7 @@ from contextlib import closing, suppress
 from typing import Any, TextIO
 
 from pool.errors import GenerationFailed, GenpoolError, InvalidRequest, UnknownModel
+from pool.store.audit import Audit, Violation
 from pool.store.ids import new_ref
 from pool.store.log import LogEntry
 from pool.store.records import JobRecord
@@ -19,6 +20,7 @@ from tasks.config import Settings
 from tasks.launch import enabled_models, require_model
 from tasks.own_runtime import own_runtime
 from tasks.payloads import ChatPrompt, GenerationRequest, Message, Sampling
+from tasks.services import open_services
 from tasks.supervisor import Supervisor
 
 POLL_S = 0.05
@@ -148,3 +150,12 @@ def _conclude(record: JobRecord, out: TextIO) -> None:
 
 def _note(text: str) -> None:
     print(f"genpool: {text}", file=sys.stderr, flush=True)
+
+
+def audit(settings: Settings) -> list[Violation]:
+    """Every violation of an invariant that the state server shows now, over all models. Raises StateUnavailable."""
+    services = open_services(settings, max_connections=1)
+    try:
+        return [violation for model in settings.models for violation in Audit(services.client, model).run()]
+    finally:
+        services.close()

@@ -96,6 +96,7 @@ class Submitter:
         self.store = store
         self.cards = cards
         self._models = settings.models
+        self._all_results = settings.state.celery_results == "all"
         self._timeouts = {
             "queue_timeout_ms": round(settings.limits.queue_timeout_seconds * 1000),
             "run_timeout_ms": round(settings.limits.run_timeout_seconds * 1000),
@@ -122,6 +123,8 @@ class Submitter:
             request = request.model_copy(update={"max_tokens": fit(request, card, len(ids))})
             record |= {"prompt": pack_ids(ids), "prompt_tokens": len(ids)}
         ref: JobRef = new_ref(door, request.model, token=record.pop("token", None))
+        if self._all_results:
+            record["celery"] = True
         fixed = self._timeouts | record
         return NewJob(
             ref=ref,

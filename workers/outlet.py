@@ -28,8 +28,9 @@ from tasks.ports import Event, Finished, Runner, Tokens
 
 log = logging.getLogger("genpool.outlet")
 
-#: Events that may wait to be stored before the runner pauses.
-CONGESTION_EVENTS = 20_000
+#: Tokens that may wait to be stored before the runner pauses: when the state server is away, it does not run ahead for
+#: ever.
+CONGESTION_TOKENS = 8192
 #: After a failed round trip; well under half a lease, so that a short outage costs no lease.
 RETRY_S = 0.2
 
@@ -47,6 +48,7 @@ class Held:
     oldest_s: float = 0.0
     ending: Ending | None = None
     flushed: bool = False
+    sent: int = 0
 
     @property
     def lease(self) -> Lease:
@@ -54,10 +56,11 @@ class Held:
         return self.handout.lease
 
     def add(self, choice: int, token_ids: tuple[int, ...], text: str, now_s: float) -> None:
-        """Queue tokens, merged into the last unsent entry when that is of the same choice."""
+        """Queue tokens, merged into the last entry when that is of the same choice and was never sent: one that was
+        sent may be stored although no reply came, so its bounds must stay."""
         if not self.entries:
             self.oldest_s = now_s
-        last = self.entries[-1] if self.entries else None
+        last = self.entries[-1] if len(self.entries) > self.sent else None
         if last is not None and last.choice == choice and len(last.token_ids) + len(token_ids) <= MAX_ENTRY_TOKENS:
             self.entries[-1] = LogEntry(last.seq, choice, last.token_ids + token_ids, last.text + text)
         else:
@@ -75,6 +78,7 @@ class Held:
     def write(self) -> Write:
         """All that is not yet stored."""
         first = self.entries[0].seq if self.entries else self.next_seq
+        self.sent = len(self.entries)
         return Write(self.lease, first, tuple(self.entries), self.ending)
 
 
@@ -119,6 +123,7 @@ class Outlet:
         self._events: deque[Event] = deque()
         self._held: dict[str, Held] = {}
         self._wake = threading.Event()
+        self._unsent_tokens = 0
         self._nudged = False
         self._stopping = False
         self._next_renew_s = time.monotonic() + self._renew_s
@@ -133,6 +138,10 @@ class Outlet:
 
     def open(self, handout: Handout) -> None:
         """Hold a begun job; must come before the runner can deliver events of it."""
+        former = self._held.get(handout.lease.token)
+        if former is not None:
+            # This rank lost the job, and got it back before it had noticed.
+            self._lose(former, jobs.QUEUED)
         self._held[handout.lease.token] = Held(handout, next_seq=handout.logged, watch=handout.watch)
 
     def deliver(self, events: Sequence[Event]) -> None:
@@ -143,7 +152,7 @@ class Outlet:
 
     def congested(self) -> bool:
         """Whether the state server is so far behind that the runner should pause."""
-        return len(self._events) > CONGESTION_EVENTS
+        return len(self._events) + self._unsent_tokens > CONGESTION_TOKENS
 
     def nudge(self) -> None:
         """Something about a held job has changed (a cancel, a new watcher): look at all of them now."""
@@ -155,9 +164,9 @@ class Outlet:
         held = self._held.get(handout.lease.token)
         return held is not None and held.handout is handout and not held.flushed
 
-    def held(self) -> list[Handout]:
+    def held(self) -> list[Held]:
         """The jobs this rank holds now."""
-        return [held.handout for held in list(self._held.values())]
+        return list(self._held.values())
 
     def is_stalled(self) -> bool:
         """Whether the runner has made no turn for the stall timeout."""
@@ -211,6 +220,7 @@ class Outlet:
                 continue
             if isinstance(event, Tokens):
                 held.add(event.choice, event.token_ids, event.text, now_s)
+                self._unsent_tokens += len(event.token_ids)
             elif isinstance(event, Finished):
                 held.ending = _ending(event)
             else:
@@ -239,15 +249,22 @@ class Outlet:
             self._lose(held, answer.detail)
         elif answer.code == "ok":
             held.watch, held.flushed = answer.watch, True
-            held.entries.clear()
+            self._drop_entries(held, len(held.entries))
             for node in answer.watch.split():
                 news.setdefault(node, []).append(held.lease.token)
             if held.ending is not None:
                 self._leave(held, held.ending.state, held.ending)
         else:
             # A repeated write had landed after all: keep only what lies behind the log's end, and send that next.
-            held.entries = [entry for entry in held.entries if entry.seq >= answer.log_end]
+            held.flushed = held.flushed or answer.log_end > held.handout.logged
+            self._drop_entries(held, sum(entry.seq < answer.log_end for entry in held.entries))
             self._wake.set()
+
+    def _drop_entries(self, held: Held, count: int) -> None:
+        """The first entries are stored, or nobody wants them any more."""
+        self._unsent_tokens -= sum(len(entry.token_ids) for entry in held.entries[:count])
+        held.entries = held.entries[count:]
+        held.sent = 0
 
     def _renew(self) -> None:
         now_s = time.monotonic()
@@ -271,6 +288,7 @@ class Outlet:
         self._leave(held, state, None)
 
     def _leave(self, held: Held, state: str, ending: Ending | None) -> None:
+        self._drop_entries(held, len(held.entries))
         if self._held.get(held.lease.token) is held:
             del self._held[held.lease.token]
         self._on_left(held.handout, state, ending)

@@ -157,14 +157,15 @@ class Rank:
         now_ms = time.time() * 1000
         return [
             {
-                "id": handout.task_id,
+                "id": held.handout.task_id,
                 "model": self.model,
                 "rank": self._id,
-                "attempt": handout.lease.attempt,
-                "choices": handout.n,
-                "age_seconds": round(max(0.0, now_ms - handout.created_ms) / 1000, 1),
+                "attempt": held.lease.attempt,
+                "choices": held.handout.n,
+                "tokens": held.next_seq,
+                "age_seconds": round(max(0.0, now_ms - held.handout.created_ms) / 1000, 1),
             }
-            for handout in self._outlet.held()
+            for held in self._outlet.held()
         ]
 
     def facts(self) -> dict[str, Any]:

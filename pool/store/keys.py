@@ -75,7 +75,7 @@ class ModelKeys:
         return self._key("card")
 
     def rank(self, rank: str) -> str:
-        """HASH with TTL: one rank's incarnation, host, capacity and telemetry."""
+        """HASH with TTL: one rank's incarnation, host, pid and facts."""
         return self._key(f"rank:{rank}")
 
     def job(self, token: str) -> str:

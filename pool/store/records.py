@@ -1,10 +1,9 @@
 """What is stored of a job, as values: the submit form, the record that anybody may read, and the worker's hand-out.
 
 Record v1 is a Redis HASH. Fixed at submit: `v kind model tenant lane fairness n seed options input prompt params
-background store celery task_id watch run_timeout_ms tombstone_ms`. Changing as it runs: `state entry attempt nonce rank
-tokens crashes losses suspect started_ms`. Written with the end: `finished_ms outputs prompt_tokens cached_tokens
-output_tokens error_code error_message`. The Program fields (`program generation epoch`) join them when a job belongs to
-one.
+background store celery task_id watch run_timeout_ms tombstone_ms created_ms`. Changing as it runs: `state entry attempt
+nonce rank tokens crashes losses suspect started_ms`. Written with the end: `finished_ms outputs prompt_tokens
+cached_tokens output_tokens error_code error_message`.
 """
 
 from __future__ import annotations

@@ -174,3 +174,17 @@ def jobs_of(store: redis.Redis) -> set[str]:
     """The ids of all jobs of the model."""
     keys = store.scan_iter(match=f"gp:{{{MODEL}:0}}:job:*", count=1000)
     return {f"gen_{MODEL}.0_{key.decode().rpartition(':')[2]}" for key in keys}
+
+
+def test_check_audits_the_live_state(environment: dict[str, str], server: StateServer) -> None:
+    """Exit code 0 and one line when all is well; 1, the invariant and the job when it is not."""
+    job = submitted(environment)
+    assert run(environment, "check")[:2] == (0, "No violation.\n")
+    client = connect(server.url, max_connections=1)
+    client.delete("gp:{tiny:0}:queue")
+    client.connection_pool.disconnect()
+    code, out, _ = run(environment, "check")
+    assert code == 1
+    assert out.startswith(f"I1  {job.rpartition('_')[2]}  no worker can reach the job")
+    code, out, _ = run(environment, "check", "--json")
+    assert (code, json.loads(out)[0]["invariant"]) == (1, "I1")

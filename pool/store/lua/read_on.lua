@@ -1,4 +1,4 @@
--- read_on: readers renew their interest in jobs, or (for = 0) give it up so that the jobs go on without them.
+-- read_on: readers renew their interest in jobs, or (hold = 0) give it up so that the jobs go on without them.
 -- KEY timers zset
 -- ARG hold ms
 -- ARG tokens list at most 100

@@ -1,0 +1,111 @@
+"""Audits a live system: what `genpool check` runs. Reads only, in bounded steps; safe beside any traffic.
+
+Each violation names the invariant it breaks:
+
+    I1  every accepted job ends exactly once: unended jobs are in the index and reachable, ended ones are nowhere else
+    I3  a job's log is gapless and unique, and says the same as its record
+    I6  only the attempt that holds a lease runs: a running job has one lease, a lease one running job
+    I7  no key leaks: what belongs to a job goes when the job goes
+
+A job may change while it is looked at, so a suspicion is confirmed by a second look before it is reported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pool.rules import jobs
+from pool.store.connection import Client, state_errors
+from pool.store.keys import ModelKeys
+from pool.store.log import LogEntry, texts_of, unpack
+
+BATCH = 200
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Violation:
+    """`subject` is a job token or a key; `detail` holds no prompt and no text."""
+
+    invariant: str
+    subject: str
+    detail: str
+
+
+class Audit:
+    """Checks one model's keys."""
+
+    def __init__(self, client: Client, model: str, shard: int = 0) -> None:
+        self._client = client
+        self._keys = ModelKeys(f"{model}:{shard}")
+
+    def run(self) -> list[Violation]:
+        """All violations that two looks agree on, in order. Raises StateUnavailable."""
+        with state_errors():
+            suspected = set(self._look())
+            return sorted(suspected & set(self._look())) if suspected else []
+
+    def _look(self) -> Iterator[Violation]:
+        client, keys = self._client, self._keys
+        index = {member.decode() for member, _ in client.zscan_iter(keys.index, count=BATCH)}
+        leases = {member.decode() for member, _ in client.zscan_iter(keys.leases, count=BATCH)}
+        timers = {member.decode().split(":", 1)[1] for member, _ in client.zscan_iter(keys.timers, count=BATCH)}
+        entries = {fields[b"job"].decode(): entry.decode() for entry, fields in self._stream()}
+        tokens = {token.partition("#")[0] for token in index}
+        for token in sorted(tokens | leases | timers | set(entries)):
+            yield from self._reachable(token, token in index, token in leases, entries.get(token))
+        for key in client.scan_iter(match=keys.job("*"), count=BATCH):
+            yield from self._stored(key.decode().rpartition(":")[2], tokens)
+
+    def _stream(self) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
+        start = "-"
+        while page := self._client.xrange(self._keys.queue, start, "+", count=BATCH):
+            yield from page
+            start = f"({page[-1][0].decode()}"
+
+    def _reachable(self, token: str, indexed: bool, leased: bool, entry: str | None) -> Iterator[Violation]:
+        """What the index, the leases, the timers and the stream say of a job against its record."""
+        state, own_entry = self._client.hmget(self._keys.job(token), "state", "entry")
+        if state is None:
+            yield Violation("I7", token, "an index, a lease, a timer or an entry outlived the record")
+        elif jobs.is_terminal(state.decode()):
+            yield Violation("I1", token, f"the job is {state.decode()}, but it is still queued or leased")
+        else:
+            if not indexed:
+                yield Violation("I1", token, "the job has not ended, but it is not in the index")
+            if entry != (own_entry or b"").decode():
+                yield Violation("I1", token, "no worker can reach the job: its entry is not in the stream")
+            if leased != (state.decode() == jobs.RUNNING):
+                yield Violation("I6", token, f"the job is {state.decode()} {'with' if leased else 'without'} a lease")
+
+    def _stored(self, token: str, unended: set[str]) -> Iterator[Violation]:
+        """A record against the index, its TTL, and its own log."""
+        key, log_key = self._keys.job(token), self._keys.log(token)
+        names = ("state", "tokens", "outputs", "n")
+        state, logged, outputs, n = self._client.hmget(key, *names)
+        if state is None:
+            return
+        log = [unpack(blob) for blob in self._client.lrange(log_key, 0, -1)]
+        terminal = jobs.is_terminal(state.decode())
+        if terminal and self._client.ttl(key) == -1:
+            yield Violation("I7", token, "the job has ended, but its record would stay for ever")
+        if terminal and log and self._client.ttl(log_key) == -1:
+            yield Violation("I7", token, "the job has ended, but its log would stay for ever")
+        if not terminal and token not in unended:
+            yield Violation("I1", token, "the job has not ended, but it is not in the index")
+        yield from _log_faults(token, log, int(logged or 0))
+        if terminal and outputs and log:
+            told = [output["text"] for output in json.loads(outputs)]
+            if told != texts_of(log, int(n)):
+                yield Violation("I3", token, "the record's text is not what the log says")
+
+
+def _log_faults(token: str, log: list[LogEntry], logged: int) -> Iterator[Violation]:
+    expected = 0
+    for position, entry in enumerate(log):
+        if entry.seq != expected:
+            yield Violation("I3", token, f"log entry {position} begins at {entry.seq}, not at {expected}")
+        expected = entry.next_seq
+    if expected != logged:
+        yield Violation("I3", token, f"the log holds {expected} tokens, the record says {logged}")

@@ -1,0 +1,207 @@
+"""The outlet against a real store: nothing is lost or doubled when replies get lost or attempts change hands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pool.store.connection import Client
+from pool.store.delivery import Delivery
+from pool.store.handouts import Ending, Handout
+from pool.store.jobs import JobStore
+from pool.store.keys import ModelKeys
+from pool.store.log import replay_of
+from tasks.ports import ChoiceOutput, Failed, Finished, RunnerCapacity, Tokens
+from tests.builders import new_job
+from tests.waiting import wait_until
+from workers.outlet import CONGESTION_TOKENS, Outlet
+
+
+class IdleRunner:
+    """A runner that generates nothing: the test plays its part. It records what it is told to drop."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[tuple[str, int]] = []
+        self.turns = 0
+
+    def cancel(self, job: str, attempt: int) -> bool:
+        """Record it."""
+        self.cancelled.append((job, attempt))
+        return True
+
+    def progress(self) -> int:
+        """Always healthy."""
+        self.turns += 1
+        return self.turns
+
+    def capacity(self) -> RunnerCapacity:
+        """Nothing in flight."""
+        return RunnerCapacity(8, 0)
+
+
+class Rig:
+    """An outlet with its delivery, and what it reported."""
+
+    def __init__(self, delivery: Delivery, **settings: Any) -> None:
+        self.delivery = delivery
+        self.runner = IdleRunner()
+        self.left: list[tuple[str, str, Ending | None]] = []
+        defaults = {"flush_idle_ms": 5000, "renew_ms": 60_000, "stall_timeout_s": 60}
+        self.outlet = Outlet(delivery, self.runner, on_left=self._left, **defaults | settings)  # type: ignore[arg-type] # as much of a Runner as it uses
+
+    def _left(self, handout: Handout, state: str, ending: Ending | None) -> None:
+        self.left.append((handout.lease.token, state, ending))
+
+    def take(self) -> Handout:
+        """Begin the next job and hold it."""
+        (handout,) = self.delivery.take(1, 100).handouts
+        self.outlet.open(handout)
+        return handout
+
+
+@pytest.fixture
+def rig(rank_a: Delivery) -> Iterator[Rig]:
+    """An outlet that runs."""
+    rig = Rig(rank_a)
+    rig.outlet.start()
+    yield rig
+    rig.outlet.stop()
+
+
+def tokens(handout: Handout, *ids: int, text: str = "x", choice: int = 0) -> Tokens:
+    """An event of the runner."""
+    return Tokens(handout.lease.token, handout.lease.attempt, choice, ids, text)
+
+
+def finished(handout: Handout, text: str, count: int) -> Finished:
+    """The end of a job of one choice."""
+    return Finished(handout.lease.token, handout.lease.attempt, (ChoiceOutput(text, "stop", count),), 3, 0)
+
+
+def test_the_first_token_is_written_at_once_and_later_ones_wait_unless_watched(store: JobStore, rig: Rig) -> None:
+    """Nobody watches: one entry now, the next with the end. Somebody watches: every token at once."""
+    job, watched = new_job(), new_job(watch="node-1")
+    store.submit(job)
+    handout = rig.take()
+    rig.outlet.deliver([tokens(handout, 5)])
+    wait_until(lambda: store.read(job.ref).logged_tokens == 1, description="the first token")
+    rig.outlet.deliver([tokens(handout, 6)])
+    store.submit(watched)
+    other = rig.take()
+    for count in (1, 2, 3):
+        rig.outlet.deliver([tokens(other, count)])
+        wait_until(lambda count=count: store.read(watched.ref).logged_tokens == count, description="a watched token")
+    assert store.read(job.ref).logged_tokens == 1
+    rig.outlet.deliver([finished(handout, "xx", 2), finished(other, "xxx", 3)])
+    wait_until(lambda: len(rig.left) == 2, description="both to end")
+    assert [entry.token_ids for entry in store.view(job.ref).entries] == [(5,), (6,)]
+
+
+def test_a_write_whose_reply_was_lost_is_neither_lost_nor_doubled(store: JobStore, rank_a: Delivery) -> None:
+    """It had landed; more tokens came before the retry. The log holds each token once, in order."""
+    job = new_job(watch="node-1")
+    store.submit(job)
+    rig = Rig(rank_a)
+    handout = rig.take()
+    held = rig.outlet._held[handout.lease.token]
+    held.add(0, (5, 6), "ab", 0.0)
+    assert rank_a.write([held.write()])[0].code == "ok"
+    rig.outlet.start()
+    rig.outlet.deliver([tokens(handout, 7, text="c"), tokens(handout, 8, text="d")])
+    wait_until(lambda: store.read(job.ref).logged_tokens == 4, description="the rest to be stored")
+    rig.outlet.deliver([finished(handout, "abcd", 4)])
+    wait_until(lambda: rig.left, description="the job to end")
+    entries = store.view(job.ref).entries
+    assert replay_of(entries, 1) == ((5, 6, 7, 8),)
+    assert "".join(entry.text for entry in entries) == "abcd"
+    rig.outlet.stop()
+
+
+def test_an_ending_whose_reply_was_lost_still_counts_as_ours(store: JobStore, rank_a: Delivery) -> None:
+    """The retry finds the job ended in our own state: it left with its ending, not as lost."""
+    job = new_job()
+    store.submit(job)
+    rig = Rig(rank_a)
+    handout = rig.take()
+    rig.outlet.deliver([tokens(handout, 5), finished(handout, "x", 1)])
+    rig.outlet._gather()
+    assert rank_a.write([rig.outlet._held[handout.lease.token].write()])[0].code == "ok"
+    rig.outlet.start()
+    wait_until(lambda: rig.left, description="the outlet to notice")
+    ((_, state, ending),) = rig.left
+    assert state == "completed"
+    assert ending is not None
+    assert rig.runner.cancelled == []
+    rig.outlet.stop()
+
+
+def test_a_cancelled_job_is_dropped_at_the_next_hint(store: JobStore, rig: Rig) -> None:
+    """The runner is told, the job leaves as cancelled, and late events of it change nothing."""
+    job = new_job()
+    store.submit(job)
+    handout = rig.take()
+    store.cancel(job.ref)
+    rig.outlet.nudge()
+    wait_until(lambda: rig.left, description="the job to leave")
+    assert rig.left == [(job.ref.token, "cancelled", None)]
+    assert rig.runner.cancelled == [(job.ref.token, 1)]
+    rig.outlet.deliver([tokens(handout, 5), finished(handout, "x", 1)])
+    rig.outlet.nudge()
+    assert store.read(job.ref).state == "cancelled"
+
+
+def test_a_job_that_comes_back_replaces_its_former_attempt(store: JobStore, rig: Rig, client: Client) -> None:
+    """A rank that lost a job and gets it again drops the old attempt, whose events are no longer its own."""
+    job = new_job()
+    store.submit(job)
+    old = rig.take()
+    rig.delivery.hand_back([old.lease])
+    new = rig.take()
+    assert (new.lease.attempt, rig.runner.cancelled) == (2, [(job.ref.token, 1)])
+    rig.outlet.deliver([tokens(old, 5), tokens(new, 6), finished(new, "x", 1)])
+    wait_until(lambda: store.read(job.ref).terminal, description="the job to end")
+    assert [entry.token_ids for entry in store.view(job.ref).entries] == [(6,)]
+    assert client.xlen(ModelKeys("tiny:0").queue) == 0
+
+
+def test_a_failure_is_stored_with_its_name(store: JobStore, rig: Rig) -> None:
+    """What the runner reports as failed ends as failed."""
+    job = new_job()
+    store.submit(job)
+    handout = rig.take()
+    rig.outlet.deliver([Failed(handout.lease.token, 1, "engine_error", "The engine failed: OSError.")])
+    wait_until(lambda: store.read(job.ref).terminal, description="the job to end")
+    assert store.read(job.ref).error_code == "engine_error"
+
+
+def test_a_runner_far_ahead_of_the_store_is_congested(store: JobStore, rank_a: Delivery) -> None:
+    """Unsent tokens count, gathered or not, and no longer once they are stored."""
+    job = new_job()
+    store.submit(job)
+    rig = Rig(rank_a)
+    handout = rig.take()
+    assert not rig.outlet.congested()
+    rig.outlet.deliver([tokens(handout, *range(CONGESTION_TOKENS + 1))])
+    rig.outlet._gather()
+    assert rig.outlet.congested()
+    rig.outlet.start()
+    wait_until(lambda: not rig.outlet.congested(), description="the backlog to be stored")
+    rig.outlet.stop()
+    store.cancel(job.ref)
+
+
+def test_a_stopped_outlet_hands_back_what_has_not_ended(store: JobStore, rank_a: Delivery, rank_b: Delivery) -> None:
+    """With every token it was given, at no cost to the job."""
+    job = new_job()
+    store.submit(job)
+    rig = Rig(rank_a)
+    rig.outlet.start()
+    handout = rig.take()
+    rig.outlet.deliver([tokens(handout, 5), tokens(handout, 6)])
+    rig.outlet.stop()
+    (again,) = rank_b.take(1, 100).handouts
+    assert again.replay == ((5, 6),)
+    assert rig.left == [(job.ref.token, "queued", None)]
+    store.cancel(job.ref)
