@@ -16,16 +16,17 @@ help: ## Show this list.
 
 run: $(STAMP) ## Fetch the model, then serve it on PORT (8000).
 	$(BIN)/genpool models pull
-	exec $(BIN)/genpool up --port $(PORT)
+	@exec $(BIN)/genpool up --port $(PORT)
 
 test: lint ## Lint, then run all tests.
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: $(STAMP) ## Check format, style, types and the layers' borders.
+lint: $(STAMP) ## Check format, style, types, the layers' borders, file lengths and Lua headers.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/architecture
 
 bench-%: $(STAMP) ## Run benchmarks/NAME.py.
 	$(BIN)/python benchmarks/$*.py
@@ -37,6 +38,7 @@ $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "genpool needs Python 3.11 or later; none was found on PATH (found: $$(python3 --version 2>&1))." >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "genpool needs Python 3.11 or later; $(PYTHON) is $$("$(PYTHON)" --version 2>&1)." >&2; exit 1; }
-	"$(PYTHON)" -m venv $(VENV) || { echo "The venv module is missing; on Debian: apt install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@echo "Installing into $(VENV); the first time takes about a minute."
+	@"$(PYTHON)" -m venv $(VENV) || { echo "The venv module is missing; on Debian: apt install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $@

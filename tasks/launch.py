@@ -10,6 +10,7 @@ import http.client
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,8 @@ def worker_child(settings: Settings, model: str, *, log_path: Path | None = None
         argv=[*worker_argv(model), *(["--task-events"] if events else [])],
         env=WORKER_ENV,
         stop_grace_s=settings.worker.drain_grace_seconds + STOP_MARGIN_S,
+        # Celery's cold shutdown: running generations are handed back, at no cost to them.
+        hurry_signal=signal.SIGQUIT,
         log_path=log_path,
     )
 

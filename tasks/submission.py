@@ -119,6 +119,7 @@ class Submitter:
         known = self.cards.get(request.model)
         if known is not None:
             card, vocabulary = known
+            vocabulary.check_length(request.prompt, card.context_length)
             ids = vocabulary.encode_prompt(request.prompt)
             request = request.model_copy(update={"max_tokens": fit(request, card, len(ids))})
             record |= {"prompt": pack_ids(ids), "prompt_tokens": len(ids)}

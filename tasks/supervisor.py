@@ -32,6 +32,8 @@ from pool.store import leash
 TURN_S = 0.05
 TAIL_LINES = 20
 LINE_BYTES = 64 * 1024
+#: How long a child that was told to hurry may take.
+HURRY_S = 3.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _COLOURS = ("36", "33", "32", "35", "34", "31")
 
@@ -39,7 +41,8 @@ _COLOURS = ("36", "33", "32", "35", "34", "31")
 @dataclass(frozen=True, slots=True)
 class Child:
     """What to run. `env` is added to this process's own; `ready` (None: at once) says whether it serves; `stop_grace_s`
-    lies between SIGTERM and SIGKILL; output is appended to `log_path` instead of the supervisor's own, where given."""
+    lies between SIGTERM and SIGKILL; output is appended to `log_path` instead of the supervisor's own, where given. A
+    second request to stop sends `hurry_signal`, if there is one, and kills HURRY_S later."""
 
     name: str
     argv: Sequence[str]
@@ -48,6 +51,7 @@ class Child:
     stop_grace_s: float = 10.0
     log_path: Path | None = None
     pass_fds: tuple[int, ...] = ()
+    hurry_signal: signal.Signals | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +260,18 @@ class Supervisor:
         for life in running:
             life.signal(signal.SIGTERM)
         began = time.monotonic()
+        hurried: float | None = None
         while running:
             running = [life for life in running if not life.ended()]
+            if self._signals > 1 and hurried is None:
+                hurried = time.monotonic()
+                for life in running:
+                    if life.child.hurry_signal is not None:
+                        life.signal(life.child.hurry_signal)
             for life in running:
-                if self._signals > 1 or time.monotonic() - began > life.child.stop_grace_s:
+                patience_s = HURRY_S if life.child.hurry_signal is not None else 0.0
+                impatient = hurried is not None and time.monotonic() - hurried >= patience_s
+                if impatient or time.monotonic() - began > life.child.stop_grace_s:
                     life.signal(signal.SIGKILL, group=True)
             if running:
                 time.sleep(TURN_S)

@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pool.errors import ConfigurationError, InvalidRequest
+from pool.errors import ConfigurationError, ContextTooLong, InvalidRequest
 from tasks.payloads import ChatPrompt, Message, Prompt, Strict, TextPrompt
 
 #: Inflated blobs above this are refused: a published vocabulary is a few megabytes.
@@ -36,6 +36,9 @@ UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 
 #: Characters that Unicode reserves for internal use and never assigns.
 _MARKERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
+
+#: Characters tokenized at once when a prompt may be far too long.
+SLICE_CHARS = 32_768
 
 
 class VocabularyData(Strict):
@@ -131,6 +134,25 @@ class Vocabulary:
         Raises InvalidRequest when the model has no chat template or its template refuses these messages.
         """
         return self._render([message.content for message in messages], messages)
+
+    def check_length(self, prompt: Prompt, limit_tokens: int) -> None:
+        """Refuse a text that is certainly too long after reading only as much of it as shows that.
+
+        Slices are tokenized one by one; each cut may add one token, which is not counted. Raises ContextTooLong.
+        """
+        texts = [message.content for message in prompt.messages] if isinstance(prompt, ChatPrompt) else []
+        texts += [prompt.text] if isinstance(prompt, TextPrompt) else []
+        if sum(map(len, texts)) <= SLICE_CHARS:
+            return
+        tokens = 0
+        for text in texts:
+            for start in range(0, len(text), SLICE_CHARS):
+                piece = self._bpe.encode(text[start : start + SLICE_CHARS], add_special_tokens=False)
+                tokens += max(len(piece.ids) - 1, 0)
+                if tokens > limit_tokens:
+                    raise ContextTooLong(
+                        prompt_tokens=tokens, max_tokens=1, context_length=limit_tokens, param="prompt"
+                    )
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Token ids of any prompt; bos is added in front of text and chats when the model asks for it.

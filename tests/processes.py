@@ -8,14 +8,17 @@ from pathlib import Path
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process lives. One that has ended but was not yet collected by its parent counts as ended."""
+    """Whether a process lives. One that has ended but was not yet collected by its parent counts as ended; one whose
+    first thread has ended before the others does not: its parent cannot collect it yet."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     stat = Path(f"/proc/{pid}/stat")
     try:
-        return stat.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        if stat.read_text().rpartition(")")[2].split()[0] not in ("Z", "X"):
+            return True
+        return len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
     except OSError:
         return not Path("/proc/self").exists()  # without /proc, the signal's answer is the best there is
 

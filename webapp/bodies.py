@@ -73,7 +73,11 @@ def _read(request: Request, limit_bytes: int) -> bytes:
         raise too_large
     request.max_content_length = limit_bytes + 1
     with deadlines.reading(request.environ.get("gunicorn.socket"), BODY_LIMIT_S):
-        raw: bytes = request.stream.read()
+        try:
+            raw: bytes = request.stream.read()
+        except OSError as error:
+            # A broken chunk, or a connection that ended: gunicorn's errors for both are of this kind.
+            raise InvalidRequest("The request body cannot be read.", code="invalid_json") from error
     if len(raw) > limit_bytes:
         raise too_large
     if request.content_length is not None and len(raw) < request.content_length:

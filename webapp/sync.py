@@ -33,7 +33,7 @@ def wait_for_end(
         now_s = time.monotonic()
         if now_s >= deadline_s:
             node.waits.unwatch(waiter)
-            node.store.read_on([waiter.ref], 0)
+            node.waits.let_go(waiter.ref)
             raise _still_running(node, record)
         if now_s >= look_s:
             look_s = now_s + TICK_S

@@ -150,6 +150,13 @@ class Waits:
             self._abandoned.append(ref)
             self.ensure_reader()
 
+    def let_go(self, ref: JobRef) -> None:
+        """The job goes on without a reader, and is not cancelled for want of one."""
+        try:
+            self._store.read_on([ref], 0)
+        except StateUnavailable:
+            log.info("a job's reader timer stays: the state server is away")
+
     def unwatch(self, waiter: Waiter) -> None:
         """Close a waiter whose job goes on, and stop the hints unless another waiter of this process wants them."""
         ref = waiter.ref

@@ -54,6 +54,9 @@ class Host:
     def stop(self, grace_s: float) -> None:
         """Drain all ranks at once, each with this grace, and end all threads. Idempotent; a second caller waits."""
         self._stopping.set()
+        if grace_s == 0:
+            for rank in list(self._ranks.values()):
+                rank.hurry()
         with self._stop_lock:
             if not self._thread.is_alive() and not self._ranks:
                 return

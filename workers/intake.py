@@ -88,6 +88,7 @@ class Intake:
             capacity = self._runner.capacity()
             if capacity.in_flight >= capacity.effective or self._outlet.congested():
                 self._room.wait(ROOM_WAIT_S)
+                self._heal()
                 continue
             try:
                 if self._alone:
@@ -100,6 +101,13 @@ class Intake:
                 if failures == 1:
                     log.warning("state server: %s; reading again as soon as it answers", type(error).__name__)
                 self._room.wait(RETRY_S)
+
+    def _heal(self) -> None:
+        """A full rank reads nothing, so it looks now and then whether its stream's group is still there."""
+        try:
+            self._delivery.heal()
+        except STATE_ERRORS as error:
+            log.info("looking after the group: %s", type(error).__name__)
 
     def _begin_alone(self, in_flight: int) -> None:
         """An entry waits to run alone: read nothing until this rank is empty, then run it and nothing beside it."""

@@ -197,8 +197,9 @@ class Outlet:
         """One turn; False when the state server failed it. Nothing is lost then: the same is tried again."""
         try:
             self._gather()
-            self._flush(everything)
+            # Leases first: what one job's write may raise must not cost the others theirs.
             self._renew()
+            self._flush(everything)
         except STATE_ERRORS as error:
             log.warning("state server: %s; %d jobs held", type(error).__name__, len(self._held))
             time.sleep(RETRY_S)

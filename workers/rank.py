@@ -69,6 +69,7 @@ class Rank:
         self._registry = RankRegistry(self._registrar, model)
         self._stopping = threading.Event()
         self._started = False
+        self._drain_until_s = 0.0
         self._thread = threading.Thread(target=self._register, name="genpool-registrar", daemon=True)
 
     @property
@@ -199,14 +200,19 @@ class Rank:
 
     # -- stopping ----------------------------------------------------------------------------------------------------
 
+    def hurry(self) -> None:
+        """End a drain's grace now: what still runs is handed back."""
+        self._drain_until_s = 0.0
+
     def drain(self, grace_s: float) -> None:
         """Stop reading, let running generations finish for `grace_s`, hand the rest back, and leave the registry."""
         if not self._started or self.state == STOPPED:
             return
         self.state = DRAINING
         self._intake.stop()
-        deadline = time.monotonic() + grace_s
-        while self._outlet.held() and time.monotonic() < deadline:
+        self._drain_until_s = time.monotonic() + grace_s
+        log.info("%s: draining; %d generations may finish for %g s", self.model, len(self._outlet.held()), grace_s)
+        while self._outlet.held() and time.monotonic() < self._drain_until_s:
             time.sleep(0.02)
         self._loop.stop()
         self._outlet.stop()

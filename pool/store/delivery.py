@@ -43,13 +43,15 @@ class Delivery:
     def __post_init__(self) -> None:
         self.keys = ModelKeys(f"{self.model}:{self.shard}")
 
-    def ensure_group(self) -> None:
-        """Create the consumer group, from the stream's beginning, unless it exists."""
+    def ensure_group(self) -> bool:
+        """Create the consumer group, from the stream's beginning. False: it exists."""
         try:
             self.writer.xgroup_create(self.keys.queue, GROUP, id="0", mkstream=True)
         except redis.exceptions.ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
+            return False
+        return True
 
     def take(self, room: int, block_ms: int) -> Taken:
         """Read at most `room` (>= 1) jobs, waiting up to `block_ms`, and begin each; all at once."""
@@ -60,6 +62,11 @@ class Delivery:
             else:
                 taken.alone.append(found)
         return taken
+
+    def heal(self) -> None:
+        """Make a lost stream or group again, from the index."""
+        if self.ensure_group():
+            rebuild(self.writer, self.keys)
 
     def read(self, room: int, block_ms: int) -> list[Entry]:
         """Read at most `room` (>= 1) entries into this rank's pending list, waiting up to `block_ms`.
@@ -75,8 +82,7 @@ class Delivery:
         except redis.exceptions.ResponseError as error:
             if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise
-            self.ensure_group()
-            rebuild(self.writer, self.keys)
+            self.heal()
             return []
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
             self._reader_id = None

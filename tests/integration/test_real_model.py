@@ -12,6 +12,7 @@ import pytest
 
 from pool.store.server import StateServer
 from tasks.client import Client
+from tasks.payloads import ChatPrompt, GenerationRequest, Message, Sampling
 from tests.integration.celery_process import Site, Worker
 from tests.waiting import wait_until
 from tests.webapp.api_process import ApiProcess
@@ -19,6 +20,7 @@ from workers.weights import ensure_weights
 
 MODEL = "smollm2-135m-instruct"
 TOKENS = 200
+PROMPT = "Write a story about a lighthouse keeper and a whale."
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -86,11 +88,19 @@ class Stream:
         return "".join(event["delta"] for event in self.events if event["type"] == "response.output_text.delta")
 
 
+def generation(sampling: dict[str, Any]) -> GenerationRequest:
+    """The same request without HTTP."""
+    prompt = ChatPrompt(messages=(Message(role="user", content=PROMPT),))
+    return GenerationRequest(
+        model=MODEL, prompt=prompt, max_tokens=TOKENS, sampling=Sampling(ignore_eos=True, **sampling)
+    )
+
+
 def body(sampling: dict[str, Any]) -> dict[str, Any]:
     """A background response of exactly 200 tokens, streamed."""
     return {
         "model": MODEL,
-        "input": "Write a story about a lighthouse keeper and a whale.",
+        "input": PROMPT,
         "max_output_tokens": TOKENS,
         "ignore_eos": True,
         "stream": True,
@@ -99,42 +109,52 @@ def body(sampling: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "sampling", [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.95, "seed": 7}], ids=["greedy", "seeded"]
-)
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.8, "top_p": 0.95, "seed": 7},
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(site: Site, workers: list[Worker]) -> dict[str, str]:
+    """The whole text of each stream when nothing happens to it; both at once, because company changes no text."""
+    assert len(workers) == 2
+    jobs = Client(site.settings)
+    ids = {name: jobs.submit(generation(sampling)) for name, sampling in SAMPLINGS.items()}
+    texts = {name: "".join(entry.text for entry in jobs.follow(job)) for name, job in ids.items()}
+    jobs.close()
+    return texts
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_stream_outlives_its_worker_and_its_node(
-    site: Site, workers: list[Worker], nodes: list[ApiProcess], sampling: dict[str, Any]
+    site: Site, workers: list[Worker], nodes: list[ApiProcess], undisturbed: dict[str, str], name: str
 ) -> None:
     """Its worker is killed, then the API node that streams it; the client resumes at the other node after the last
     number it saw. Numbers have no gap, and the text is byte for byte that of an undisturbed run."""
-    undisturbed, disturbed = Stream(), Stream()
-    with httpx.stream("POST", f"{nodes[0].base_url}/v1/responses", json=body(sampling), timeout=120) as response:
-        undisturbed.attach(response)
-        undisturbed.read()
-    assert undisturbed.events[-1]["type"] == "response.incomplete"
-
+    stream = Stream()
     jobs = Client(site.settings)
-    with httpx.stream("POST", f"{nodes[0].base_url}/v1/responses", json=body(sampling), timeout=120) as response:
-        disturbed.attach(response)
-        disturbed.read(until=40)
-        record = jobs.get(disturbed.id)
+    url = f"{nodes[0].base_url}/v1/responses"
+    with httpx.stream("POST", url, json=body(SAMPLINGS[name]), timeout=120) as response:
+        stream.attach(response)
+        stream.read(until=40)
+        record = jobs.get(stream.id)
         (pid,) = [rank["pid"] for rank in site.ranks(MODEL) if rank["id"] == record.rank]
         victim = next(worker for worker in workers if worker.process.pid == pid)
         victim.signal(signal.SIGKILL)
-        wait_until(lambda: jobs.get(disturbed.id).attempt == 2, description="the takeover", timeout_s=60)
+        wait_until(lambda: jobs.get(stream.id).attempt == 2, description="the takeover", timeout_s=60)
         nodes[0].stop(signal.SIGKILL)
-        disturbed.read()
-    resumed = f"{nodes[1].base_url}/v1/responses/{disturbed.id}"
-    after = disturbed.events[-1]["sequence_number"]
+        stream.read()
+    resumed = f"{nodes[1].base_url}/v1/responses/{stream.id}"
+    after = stream.events[-1]["sequence_number"]
     with httpx.stream("GET", resumed, params={"stream": "true", "starting_after": after}, timeout=120) as response:
-        disturbed.attach(response)
-        disturbed.read()
+        stream.attach(response)
+        stream.read()
 
-    assert [event["sequence_number"] for event in disturbed.events] == list(range(len(disturbed.events)))
-    assert disturbed.text == undisturbed.text
-    final = disturbed.events[-1]["response"]
-    assert final["usage"]["output_tokens"] == TOKENS
-    assert jobs.get(disturbed.id).outputs[0].text == undisturbed.text
+    assert [event["sequence_number"] for event in stream.events] == list(range(len(stream.events)))
+    assert stream.text == undisturbed[name]
+    assert stream.events[-1]["response"]["usage"]["output_tokens"] == TOKENS
+    assert jobs.get(stream.id).outputs[0].text == undisturbed[name]
     jobs.close()
     workers.append(site.worker(model=MODEL))
 

@@ -74,3 +74,14 @@ def test_all_jobs_leave_a_celery_result_when_asked_to(client: Client, store: Job
     """`state.celery_results = "all"` includes jobs of other doors."""
     assert not submitter(client, store).prepare(request(), door="responses").celery
     assert submitter(client, store, celery_results="all").prepare(request(), door="responses").celery
+
+
+def test_a_text_far_too_long_is_refused_after_a_look(client: Client, store: JobStore) -> None:
+    """Only as much of it is tokenized as shows that it cannot fit; a long text that may fit is measured whole."""
+    publish(client, context_length=50_000, max_positions=50_000)
+    way_in = submitter(client, store)
+    with pytest.raises(ContextTooLong) as refusal:
+        way_in.prepare(request(prompt=TextPrompt(text="a " * 4_000_000)), door="celery")
+    assert 50_000 < refusal.value.prompt_tokens < 100_000
+    job = way_in.prepare(request(prompt=TextPrompt(text="a " * 20_000), max_tokens=1), door="celery")
+    assert job.prompt_tokens == 20_001

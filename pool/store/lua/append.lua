@@ -14,7 +14,9 @@ if refusal then return refusal end
 local logged = tonumber(seen[4] or 0)
 if first_seq + count <= logged then return {'old', logged} end
 if first_seq ~= logged then return {'resend', logged} end
-redis.call('RPUSH', log, unpack(entries))
+for i = 1, #entries, 1000 do
+  redis.call('RPUSH', log, unpack(entries, i, math.min(i + 999, #entries)))
+end
 -- Progress clears the suspicion that an earlier attempt killed its worker.
 redis.call('HSET', job, 'tokens', logged + count, 'crashes', 0, 'suspect', 0)
 return {'ok', seen[5] or ''}

@@ -25,7 +25,9 @@ if not seen[1] then return {'gone'} end
 if seen[1] ~= 'running' or seen[9] ~= attempt or seen[10] ~= nonce then return {'stale', seen[1]} end
 local logged = tonumber(seen[8] or 0)
 if first_seq ~= logged then return {'resend', logged} end
-if #entries > 0 then redis.call('RPUSH', log, unpack(entries)) end
+for i = 1, #entries, 1000 do
+  redis.call('RPUSH', log, unpack(entries, i, math.min(i + 999, #entries)))
+end
 fields[#fields + 1] = 'tokens'
 fields[#fields + 1] = logged + count
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,

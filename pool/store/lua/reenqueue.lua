@@ -10,6 +10,7 @@
 local seen = redis.call('HMGET', job, 'state', 'entry')
 if seen[1] ~= 'queued' and seen[1] ~= 'running' then
   redis.call('ZREM', index, token)
+  for choice = 1, 15 do redis.call('ZREM', index, token .. '#' .. choice) end
   return {'void'}
 end
 local until_ms = redis.call('ZSCORE', leases, token)

@@ -19,7 +19,8 @@ for i, job in ipairs(jobs) do
   else
     redis.call('ZADD', leases, until_ms, tokens[i])
     -- The fence has just shown that the entry is ours, so this claim cannot steal; it only resets the idle time.
-    redis.call('XCLAIM', queue, 'workers', rank, 0, redis.call('HGET', job, 'entry'), 'JUSTID')
+    -- A lost group must not stop the other renewals; the worker's next read rebuilds it.
+    redis.pcall('XCLAIM', queue, 'workers', rank, 0, redis.call('HGET', job, 'entry'), 'JUSTID')
     reply[i] = fields[5] or ''
   end
 end

@@ -1,5 +1,5 @@
 -- take_back: take a job from a rank whose lease ran out: back to the queue, or failed as poison at the cap.
--- A loss in company only makes it suspect: it is blamed when it was alone, or lost far too often.
+-- Before its last try it becomes suspect, to run alone: it is blamed only when it was alone, or lost far too often.
 -- KEY job hash
 -- KEY log list
 -- KEY queue stream
@@ -30,7 +30,7 @@ local crashes = redis.call('HINCRBY', job, 'crashes', 1)
 local losses = redis.call('HINCRBY', job, 'losses', 1)
 local alone = redis.call('HGET', job, 'suspect') == '1' or cap == 1
 if not (crashes >= cap and alone or losses >= 10 * cap) then
-  redis.call('HSET', job, 'suspect', 1)
+  if crashes >= cap - 1 then redis.call('HSET', job, 'suspect', 1) end
   requeue(job, queue, leases, token)
   return {'requeued', seen[4] or '', seen[5] or ''}
 end
