@@ -3,7 +3,7 @@
     say TEXT            emit TEXT as byte tokens, one a step, then end
     repeat N TEXT       emit TEXT N times, then end
     crash AFTER         emit AFTER filler bytes, then kill the process
-    raise AFTER         emit AFTER filler bytes, then raise inside every step that this session is in
+    raise AFTER         emit AFTER filler bytes, then raise inside each step that it takes part in
     hang AFTER          emit AFTER filler bytes, then never return from the step
 
 Each step takes `delay_ms`. The log gets a line for each beginning and each token, over all processes that share it:
