@@ -21,7 +21,7 @@ from pool.store.log import pack_ids
 from pool.store.ranks import Card, RankRegistry
 from pool.store.records import NewJob
 from tasks.config import Settings
-from tasks.payloads import MAX_SEED, GenerationOptions, GenerationRequest
+from tasks.payloads import MAX_SEED, GenerationOptions, GenerationRequest, Prompt
 from tasks.vocabulary import Vocabulary
 
 #: How long a cached card is used before the registry is asked whether it changed.
@@ -61,6 +61,15 @@ class Cards:
             vocabulary = Vocabulary.from_blob(card.vocabulary)
             self._held[model] = _Held(card, vocabulary, now_s)
             return card, vocabulary
+
+
+def tokenize(prompt: Prompt, card: Card, vocabulary: Vocabulary) -> list[int]:
+    """The prompt's token ids; what is certainly too long is refused after a look, at the door and in a worker alike.
+
+    Raises ContextTooLong and InvalidRequest.
+    """
+    vocabulary.check_length(prompt, card.context_length)
+    return vocabulary.encode_prompt(prompt)
 
 
 def fit(options: GenerationOptions, card: Card, prompt_tokens: int) -> int:
@@ -119,8 +128,7 @@ class Submitter:
         known = self.cards.get(request.model)
         if known is not None:
             card, vocabulary = known
-            vocabulary.check_length(request.prompt, card.context_length)
-            ids = vocabulary.encode_prompt(request.prompt)
+            ids = tokenize(request.prompt, card, vocabulary)
             request = request.model_copy(update={"max_tokens": fit(request, card, len(ids))})
             record |= {"prompt": pack_ids(ids), "prompt_tokens": len(ids)}
         ref: JobRef = new_ref(door, request.model, token=record.pop("token", None))

@@ -16,7 +16,7 @@ from pool.store.handouts import Entry, Handout
 from pool.store.ranks import Card
 from tasks.payloads import PROMPT, GenerationOptions
 from tasks.ports import Failed, Generation, Runner, TokenIds
-from tasks.submission import fit
+from tasks.submission import fit, tokenize
 from tasks.vocabulary import Vocabulary
 from workers.outlet import STATE_ERRORS, Outlet
 
@@ -162,4 +162,4 @@ class Intake:
 
     def _tokenized(self, handout: Handout) -> TokenIds:
         prompt = PROMPT.validate_json(handout.input)
-        return np.array(self._vocabulary.encode_prompt(prompt), dtype=np.int32)
+        return np.array(tokenize(prompt, self._card, self._vocabulary), dtype=np.int32)

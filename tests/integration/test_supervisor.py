@@ -203,6 +203,39 @@ def test_output_can_go_to_a_file_and_is_still_quoted_on_failure(tmp_path: Path, 
     assert "    broken\n" in output.getvalue()
 
 
+def test_a_second_request_hurries_a_child_that_can(tmp_path: Path, output: io.StringIO) -> None:
+    """It gets its hurry signal and ends by itself; a child that cannot hurry is killed at once."""
+    program = (
+        "import pathlib, signal, sys\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (folder / 'termed').touch())\n"
+        "def hurried(*_):\n"
+        "    (folder / 'hurried').touch()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGQUIT, hurried)\n"
+        "(folder / 'up').touch()\n"
+        "while True: signal.pause()\n"
+    )
+    child = Child(
+        name="slow",
+        argv=[sys.executable, "-c", program, str(tmp_path)],
+        ready=(tmp_path / "up").exists,
+        stop_grace_s=600,
+        hurry_signal=signal.SIGQUIT,
+    )
+    supervisor = Supervisor([[child]], stream=output, policy=QUICK)
+    assert supervisor.start()
+    stopping = threading.Thread(target=supervisor.stop)
+    supervisor.request_stop()
+    stopping.start()
+    wait_until((tmp_path / "termed").exists, description="the child to get SIGTERM")
+    assert not (tmp_path / "hurried").exists()
+    supervisor.request_stop()
+    stopping.join(timeout=20)
+    assert not stopping.is_alive()
+    assert (tmp_path / "hurried").exists()
+
+
 def test_lines_carry_the_childs_name_in_colour_on_a_terminal(output: io.StringIO) -> None:
     """Prefixes are aligned; each child has its colour."""
     children = [dying("api", "one"), dying("worker", "two")]
