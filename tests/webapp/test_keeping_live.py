@@ -95,16 +95,16 @@ def test_a_waiting_reader_keeps_its_job(short_node: ApiProcess, worker: PlayingW
         assert pending.result().status_code == 200
 
 
-def test_time_limits_of_a_request(short_node: ApiProcess, worker: PlayingWorker) -> None:
+def test_time_limits_of_a_request(node: ApiProcess, worker: PlayingWorker) -> None:
     """Queue timeout: 429 that may be sent again; deadline: 504 that may not; out of range: 400 by name."""
-    late = post(short_node, queue_timeout_seconds=0.3)
+    late = post(node, queue_timeout_seconds=0.3)
     assert (late.status_code, late.json()["error"]["code"]) == (429, "queue_timeout")
     assert (late.headers["x-should-retry"], late.headers["retry-after"]) == ("true", "5")
-    past = post(short_node, deadline_seconds=0.3)
+    past = post(node, deadline_seconds=0.3)
     assert (past.status_code, past.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert past.headers["x-should-retry"] == "false"
     for field, value in (("deadline_seconds", 0), ("queue_timeout_seconds", -1), ("run_timeout_seconds", "5")):
-        refused = post(short_node, **{field: value})
+        refused = post(node, **{field: value})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
     assert worker.held == 0
 
