@@ -1,4 +1,5 @@
-"""The scripted engine, for fault tests only: it runs no model. The first line of a prompt says what to do.
+"""The scripted engine, for fault tests only: it runs no model. The first line of a prompt says what to do, behind the
+last `|` in it (a conversation is written in one line, its messages parted by `|`).
 
     say TEXT            emit TEXT as byte tokens, one a step, then end
     repeat N TEXT       emit TEXT N times, then end
@@ -22,10 +23,11 @@ import numpy as np
 
 from tasks.ports import CacheMiss, Capability, Logits, Member, StepLogits, StepResult
 from tasks.vocabulary import Vocabulary
-from workers.engines.tiny import tiny_vocabulary
+from workers.engines.tiny import tiny_vocabulary_data
 
 CONTEXT = 65_536
 FILLER = b"."
+CHAT_TEMPLATE = "{{ messages | map(attribute='content') | join('|') }}{{ '\\n' }}"
 HANG_S = 3600
 
 
@@ -37,7 +39,7 @@ class ScriptedEngine:
     prefill_grid = 16
 
     def __init__(self, *, delay_ms: float, log_path: Path) -> None:
-        self.vocabulary: Vocabulary = tiny_vocabulary()
+        self.vocabulary = Vocabulary(tiny_vocabulary_data().model_copy(update={"chat_template": CHAT_TEMPLATE}))
         tokens = reversed(range(self.vocabulary.size))
         self._token_of = {self.vocabulary.token_bytes(token): token for token in tokens}
         self._delay_s = delay_ms / 1000
@@ -83,8 +85,8 @@ class ScriptedEngine:
     def _next(self, session: str, tokens: Sequence[int]) -> int:
         """The token that the script gives after these."""
         text = b"".join(self.vocabulary.token_bytes(token) for token in tokens)
-        script, _, output = text.partition(b"\n")
-        verb, _, rest = script.partition(b" ")
+        line, _, output = text.partition(b"\n")
+        verb, _, rest = line.rpartition(b"|")[2].partition(b" ")
         at = len(output)
         if verb in (b"crash", b"raise", b"hang"):
             return self._fault(verb, at, int(rest), session)

@@ -1,6 +1,7 @@
 """A genpool worker as it is shipped, except for its engine: `python -m tests.scripted.worker -Q MODEL ...`.
 
-SCRIPTED_LOG names the log file, SCRIPTED_DELAY_MS how long a step takes.
+The model `tiny` keeps its real engine; every other one is scripted. SCRIPTED_LOG names the log file, SCRIPTED_DELAY_MS
+how long a step takes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from tasks.ports import Engine
 from tests.scripted.engine import ScriptedEngine
 from workers.engines import BACKENDS
 
+_REAL = BACKENDS["numpy"]
 
-def load(name: str, settings: ModelSettings, weights: Path | None) -> Engine:  # noqa: ARG001 - a backend's signature
-    """The engine of any model of this process."""
+
+def load(name: str, settings: ModelSettings, weights: Path | None) -> Engine:
+    """The engine of a model of this process."""
+    if name == "tiny":
+        return _REAL(name, settings, weights)
     return ScriptedEngine(delay_ms=float(os.environ["SCRIPTED_DELAY_MS"]), log_path=Path(os.environ["SCRIPTED_LOG"]))
 
 

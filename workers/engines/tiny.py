@@ -60,21 +60,24 @@ def tiny_llama(seed: int) -> tuple[LlamaWeights, Vocabulary]:
 
 
 def tiny_vocabulary() -> Vocabulary:
+    """The tokenizer of `tiny_vocabulary_data`."""
+    return Vocabulary(tiny_vocabulary_data())
+
+
+def tiny_vocabulary_data() -> VocabularyData:
     """512 tokens: three control tokens, the 256 bytes, and beginnings of common words."""
     alphabet = byte_alphabet()
     pieces = _word_pieces(VOCABULARY_SIZE - len(_SPECIALS) - len(alphabet), space=alphabet[ord(" ")])
     tokens = (*_SPECIALS, *alphabet, *(left + right for left, right in pieces))
-    return Vocabulary(
-        VocabularyData(
-            kind="gpt2-bpe/smollm",
-            tokens=tokens,
-            merges=tuple(f"{left} {right}" for left, right in pieces),
-            token_types=(CONTROL,) * len(_SPECIALS) + (1,) * (len(tokens) - len(_SPECIALS)),
-            chat_template=_CHAT_TEMPLATE,
-            eos_ids=(0, 2),
-            bos_id=None,
-            add_bos=False,
-        )
+    return VocabularyData(
+        kind="gpt2-bpe/smollm",
+        tokens=tokens,
+        merges=tuple(f"{left} {right}" for left, right in pieces),
+        token_types=(CONTROL,) * len(_SPECIALS) + (1,) * (len(tokens) - len(_SPECIALS)),
+        chat_template=_CHAT_TEMPLATE,
+        eos_ids=(0, 2),
+        bos_id=None,
+        add_bos=False,
     )
 
 
