@@ -107,7 +107,10 @@ class WorkerSettings(Section):
     )
     renew_seconds: float = Field(default=5, gt=0, le=200, description="How often leases are renewed.")
     max_deliveries: int = Field(
-        default=3, ge=1, le=100, description="A job that lost this many begun attempts in a row fails as `poison`."
+        default=3,
+        ge=1,
+        le=100,
+        description="A job that lost this many attempts in a row, each before it showed a token, fails as `poison`.",
     )
     drain_grace_seconds: float = Field(
         default=30,

@@ -9,6 +9,7 @@ from pool.store.delivery import Delivery
 from pool.store.handouts import Ending
 from pool.store.ids import new_ref
 from pool.store.jobs import JobStore
+from pool.store.keys import ModelKeys
 from pool.store.log import LogEntry, pack_ids
 from pool.store.records import NewJob, Output
 from pool.store.sweeping import Sweeper
@@ -82,3 +83,13 @@ def entry(seq: int, *token_ids: int, choice: int = 0, text: str = "x") -> LogEnt
 def completed(*texts: str) -> Ending:
     """An ending with one output of one token a text."""
     return Ending("completed", tuple(Output(text, "stop", 1) for text in texts), prompt_tokens=3)
+
+
+def give_up(client: Client, rank: Delivery, *, model: str = "tiny") -> None:
+    """Have the rank begin all queued jobs of the model, and have them fail as poison, as if it had died with each."""
+    keys = ModelKeys(f"{model}:0")
+    held = rank.take(100, 100).handouts
+    seconds, micros = client.time()
+    client.hset(keys.sweep, mapping={"last_ms": seconds * 1000 + micros // 1000, "hold_until_ms": 0})
+    client.zadd(keys.leases, {handout.lease.token: 1 for handout in held})
+    assert sweeper(client, max_deliveries=1).sweep(model).poisoned == len(held)

@@ -5,7 +5,7 @@ Each violation names the invariant it breaks:
     I1  every accepted job ends exactly once: unended jobs are in the index and reachable, ended ones are nowhere else
     I3  a job's log is gapless and unique, and says the same as its record
     I6  only the attempt that holds a lease runs: a running job has one lease, a lease one running job
-    I7  no key leaks: what belongs to a job goes when the job goes
+    I7  no key leaks: what belongs to a job goes when the job goes, and an input's block lives as long as it is needed
 
 A job may change while it is looked at, so a suspicion is confirmed by a second look before it is reported.
 """
@@ -55,8 +55,10 @@ class Audit:
         tokens = {token.partition("#")[0] for token in index}
         for token in sorted(tokens | leases | timers | set(entries)):
             yield from self._reachable(token, token in index, token in leases, entries.get(token))
+        held: set[tuple[str, str]] = set()
         for key in client.scan_iter(match=keys.job("*"), count=BATCH):
-            yield from self._stored(key.decode().rpartition(":")[2], tokens)
+            yield from self._stored(key.decode().rpartition(":")[2], tokens, held)
+        yield from self._inputs(held)
 
     def _stream(self) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
         start = "-"
@@ -79,15 +81,17 @@ class Audit:
             if leased != (state.decode() == jobs.RUNNING):
                 yield Violation("I6", token, f"the job is {state.decode()} {'with' if leased else 'without'} a lease")
 
-    def _stored(self, token: str, unended: set[str]) -> Iterator[Violation]:
-        """A record against the index, its TTL, and its own log."""
+    def _stored(self, token: str, unended: set[str], held: set[tuple[str, str]]) -> Iterator[Violation]:
+        """A record against the index, its TTL, and its own log. Adds the (block, job) pairs of its input to `held`."""
         key, log_key = self._keys.job(token), self._keys.log(token)
-        names = ("state", "tokens", "outputs", "n")
-        state, logged, outputs, n = self._client.hmget(key, *names)
+        names = ("state", "tokens", "outputs", "n", "blocks")
+        state, logged, outputs, n, blocks = self._client.hmget(key, *names)
         if state is None:
             return
         log = [unpack(blob) for blob in self._client.lrange(log_key, 0, -1)]
         terminal = jobs.is_terminal(state.decode())
+        if blocks and not terminal:
+            held.update((block, token) for block in blocks.decode().split())
         if terminal and self._client.ttl(key) == -1:
             yield Violation("I7", token, "the job has ended, but its record would stay for ever")
         if terminal and log and self._client.ttl(log_key) == -1:
@@ -99,6 +103,25 @@ class Audit:
             told = [output["text"] for output in json.loads(outputs)]
             if told != texts_of(log, int(n)):
                 yield Violation("I3", token, "the record's text is not what the log says")
+
+    def _inputs(self, held: set[tuple[str, str]]) -> Iterator[Violation]:
+        """Blocks of inputs against the (block, job) pairs that unended jobs list."""
+        unseen = set(held)
+        for key in self._client.scan_iter(match=self._keys.input("*"), count=BATCH):
+            block = key.decode().rpartition(":")[2]
+            fields = {name.decode() for name, _ in self._client.hscan_iter(key, count=BATCH)}
+            holders, ttl = fields - {"data", "until_ms"}, self._client.ttl(key)
+            for token in holders:
+                if (block, token) not in held:
+                    yield Violation("I7", key.decode(), f"job {token}, which has ended, still holds this block")
+            if not holders and ttl == -1:
+                yield Violation("I7", key.decode(), "nobody holds this block, but it would stay for ever")
+            if holders and ttl >= 0:
+                yield Violation("I7", key.decode(), "a job holds this block, but it is about to go")
+            if "data" in fields:
+                unseen -= {(block, token) for token in holders}
+        for block, token in unseen:
+            yield Violation("I7", token, f"its input is lost: block {block} is gone, or does not know the job")
 
 
 def _log_faults(token: str, log: list[LogEntry], logged: int) -> Iterator[Violation]:

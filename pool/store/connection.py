@@ -25,17 +25,20 @@ Client: TypeAlias = Any
 COMMAND_TIMEOUT_S = 5.0
 
 
-def connect(url: str, *, max_connections: int = 8, read_timeout_s: float = COMMAND_TIMEOUT_S) -> Client:
+def connect(
+    url: str, *, max_connections: int = 8, timeout_s: float = COMMAND_TIMEOUT_S, read_timeout_s: float | None = None
+) -> Client:
     """A client whose callers wait for a free connection instead of opening ever more.
 
-    `read_timeout_s` must exceed every BLOCK the client uses.
+    `timeout_s`: for a free connection, for connecting, and for a reply; `read_timeout_s`: for a reply, if that takes
+    longer. It must exceed every BLOCK the client uses.
     """
     pool = redis.BlockingConnectionPool.from_url(
         url,
         max_connections=max_connections,
-        timeout=COMMAND_TIMEOUT_S,
-        socket_timeout=read_timeout_s,
-        socket_connect_timeout=COMMAND_TIMEOUT_S,
+        timeout=timeout_s,
+        socket_timeout=timeout_s if read_timeout_s is None else read_timeout_s,
+        socket_connect_timeout=timeout_s,
         retry=Retry(NoBackoff(), 0),
         protocol=2,
         health_check_interval=0,

@@ -13,15 +13,20 @@ from typing import Any
 
 import redis
 
+from pool.errors import GenerationFailed
 from pool.store.connection import Client
 from pool.store.handouts import Entry, Handout, Lease, Taken, Write, Written
+from pool.store.inputs import fetch
 from pool.store.keys import GROUP, ModelKeys, node_channel
 from pool.store.log import pack, replay_of, unpack
 from pool.store.rebuilding import rebuild
 from pool.store.scripts import Command, run_many, run_stream, script
+from pool.store.trials import ALL_ALONE, AMONG_OTHERS
 
 #: Position of the logged tokens in begin's reply.
 _LOGGED = 8
+#: Length of begin's reply for a job whose input lies in its record; where blocks are named, they follow.
+_WHOLE = 13
 #: A script touches at most this many items; longer work continues in further calls.
 BATCH = 100
 
@@ -71,11 +76,15 @@ class Delivery:
     def read(self, room: int, block_ms: int) -> list[Entry]:
         """Read at most `room` (>= 1) entries into this rank's pending list, waiting up to `block_ms`.
 
-        A stream or group that was lost is made again from the index, and nothing is read this time.
+        A stream or group that was lost is made again from the index, and nothing is read this time. On a new connection
+        the pending list comes first: it may hold entries that got lost on the old one. What runs does not begin again.
         """
         try:
             if self._reader_id is None:
+                pending = self._pending()
                 self._reader_id = int(self.reader.client_id())
+                if pending:
+                    return pending
             reply = self.reader.xreadgroup(
                 GROUP, self.rank, {self.keys.queue: ">"}, count=min(room, BATCH), block=block_ms
             )
@@ -87,33 +96,58 @@ class Delivery:
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
             self._reader_id = None
             raise
-        return [Entry(entry.decode(), fields[b"job"].decode()) for entry, fields in reply[0][1]] if reply else []
+        return [_entry(*item) for item in reply[0][1]] if reply else []
 
-    def begin(self, entries: Sequence[Entry], *, alone: bool = False) -> Iterator[Handout | Entry]:
+    def _pending(self) -> list[Entry]:
+        """This rank's pending list; entries that were deleted from the stream are left out."""
+        entries: list[Entry] = []
+        last = b"0"
+        while True:
+            ((_, page),) = self.reader.xreadgroup(GROUP, self.rank, {self.keys.queue: last}, count=BATCH)
+            entries += [_entry(*item) for item in page if item[1]]
+            if len(page) < BATCH:
+                return entries
+            last = page[-1][0]
+
+    def begin(self, entries: Sequence[Entry], *, alone: int = AMONG_OTHERS) -> Iterator[Handout | Entry]:
         """Begin the jobs of these entries, one after the other as they are asked for.
 
-        Yields a hand-out for each that began, and the entry of each that may only begin where nothing else runs
-        (`alone`); the rest went elsewhere meanwhile.
+        Yields a hand-out for each that began, and the entry of each that is on trial and needs this rank emptier than
+        `alone` says; the rest went elsewhere meanwhile. When the connection fails, begin again what was not yielded:
+        for the server it may have begun.
         """
-        nonces = [secrets.token_hex(8) for _ in entries]
-        commands = (self._begin_command(*pair, alone) for pair in zip(entries, nonces, strict=True))
-        resumed: list[tuple[Entry, str, list[Any]]] = []
-        for entry, nonce, reply in zip(entries, nonces, run_stream(self.reader, commands), strict=True):
+        commands = (self._begin_command(entry, alone) for entry in entries)
+        unread: list[tuple[Entry, list[Any]]] = []
+        for entry, reply in zip(entries, run_stream(self.reader, commands), strict=True):
             if reply[0] == b"alone":
                 yield entry
-            elif reply[0] == b"ok" and reply[_LOGGED]:
-                resumed.append((entry, nonce, reply))
+            elif reply[0] == b"ok" and (reply[_LOGGED] or len(reply) > _WHOLE):
+                unread.append((entry, reply))
             elif reply[0] == b"ok":
-                yield _handout(entry.token, nonce, reply, [])
-        for entry, nonce, reply in resumed:
-            yield _handout(entry.token, nonce, reply, self.reader.lrange(self.keys.log(entry.token), 0, -1))
+                yield _handout(entry, reply, [])
+        for entry, reply in unread:
+            log = self.reader.lrange(self.keys.log(entry.token), 0, -1) if reply[_LOGGED] else []
+            handout = _handout(entry, reply[:_WHOLE], log)
+            if len(reply) > _WHOLE:
+                self._read_input(handout, *reply[_WHOLE:])
+            yield handout
 
-    def begin_alone(self, entry: Entry) -> Handout | None:
-        """Begin an entry that may only run where nothing else does. None: it went elsewhere meanwhile."""
-        found = next(iter(list(self.begin([entry], alone=True))), None)
-        return found if isinstance(found, Handout) else None
+    def begin_alone(self, entry: Entry, alone: int = ALL_ALONE) -> Handout | Entry | None:
+        """Begin a job on trial by itself. The entry again: the rank must be emptier; None: it went elsewhere."""
+        return next(iter(list(self.begin([entry], alone=alone))), None)
 
-    def _begin_command(self, entry: Entry, nonce: str, alone: bool) -> Command:
+    def _read_input(self, handout: Handout, blocks: bytes, prompt_blocks: bytes, tenant: bytes) -> None:
+        """Complete a hand-out whose input lies in blocks: the prompt, or else the input as it was given."""
+        ids, of_prompt = blocks.decode().split(), int(prompt_blocks)
+        handout.lease.blocks = tuple(ids)
+        try:
+            content = fetch(self.reader, self.keys, tenant.decode(), ids[:of_prompt] if of_prompt else ids)
+        except GenerationFailed:
+            handout.lost = True
+        else:
+            handout.prompt, handout.input = (content, b"") if of_prompt else (b"", content)
+
+    def _begin_command(self, entry: Entry, alone: int) -> Command:
         return script("begin")(
             job=self.keys.job(entry.token),
             queue=self.keys.queue,
@@ -122,10 +156,26 @@ class Delivery:
             token=entry.token,
             entry=entry.id,
             rank=self.rank,
-            nonce=nonce,
+            nonce=entry.nonce,
             lease=self.lease_ms,
-            alone=int(alone),
+            alone=alone,
         )
+
+    def give_back(self, entries: Sequence[Entry]) -> None:
+        """Give unbegun entries back to the queue, and those whose begin was never answered. Costs the jobs nothing."""
+        commands = [
+            script("requeue_unbegun")(
+                job=self.keys.job(entry.token),
+                queue=self.keys.queue,
+                leases=self.keys.leases,
+                token=entry.token,
+                entry=entry.id,
+                idle=0,
+                nonce=entry.nonce,
+            )
+            for entry in entries
+        ]
+        run_many(self.reader, commands)
 
     def unblock(self) -> None:
         """Wake a blocked `take`; it then returns nothing. Called from another thread than its own."""
@@ -155,7 +205,7 @@ class Delivery:
                 entries=entries,
             )
         return script("complete")(
-            **keys.ending(lease.token),
+            **keys.ending(lease.token, lease.blocks),
             token=lease.token,
             attempt=lease.attempt,
             nonce=lease.nonce,
@@ -214,13 +264,17 @@ class Delivery:
         return sum(reply[0] == b"ok" for reply in run_many(self.writer, commands)) if commands else 0
 
 
-def _handout(token: str, nonce: str, reply: list[Any], log: list[bytes]) -> Handout:
+def _entry(entry: bytes, fields: dict[bytes, bytes]) -> Entry:
+    return Entry(entry.decode(), fields[b"job"].decode(), secrets.token_hex(8))
+
+
+def _handout(entry: Entry, reply: list[Any], log: list[bytes]) -> Handout:
     _, attempt, alone, options, prompt, given, n, seed, logged, watch, task_id, created_ms, celery = reply
     return Handout(
-        lease=Lease(token, int(attempt), nonce),
+        lease=Lease(entry.token, int(attempt), entry.nonce),
         options=options,
-        prompt=prompt,
-        input=given,
+        prompt=prompt or b"",
+        input=given or b"",
         n=int(n),
         seed=int(seed),
         logged=int(logged or 0),

@@ -16,11 +16,13 @@ from pool.store.scripts import Value
 
 @dataclass(slots=True)
 class Lease:
-    """The fence of one attempt: every write of it carries attempt and nonce."""
+    """The fence of one attempt: every write of it carries attempt and nonce. `blocks`: ids of the input's blocks, which
+    the job's end lets go."""
 
     token: str
     attempt: int
     nonce: str
+    blocks: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -31,7 +33,8 @@ class Handout:
     was given, still has to be tokenized; `celery`: whether it leaves a Celery result; `replay`:
     token ids logged by earlier attempts, by choice; `logged`: how many those are; `watch`: nodes to hint to.
     `task_id`: Celery's id of it; `created_ms`: when it was submitted, on the state server's clock;
-    `alone`: its last attempt lost its worker, so nothing else may run beside it until it shows a token.
+    `alone`: it is on trial (pool/store/trials.py): nothing else may begin beside it until it shows a token; `lost`: its
+    stored input cannot be read, so that it can only fail (`input_lost`).
     """
 
     lease: Lease
@@ -47,6 +50,7 @@ class Handout:
     created_ms: int
     alone: bool = False
     celery: bool = False
+    lost: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -56,15 +60,17 @@ class Handout:
 
 @dataclass(slots=True)
 class Entry:
-    """A stream entry of this rank's pending list, and the job it names."""
+    """A stream entry of this rank's pending list, the job it names, and the fence with which it begins: beginning the
+    same Entry again is safe."""
 
     id: str
     token: str
+    nonce: str
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What one read brought: begun jobs, and entries of jobs that may only begin where nothing else runs."""
+    """What one read brought: begun jobs, and entries of jobs on trial that may not begin among others."""
 
     handouts: list[Handout] = field(default_factory=list)
     alone: list[Entry] = field(default_factory=list)

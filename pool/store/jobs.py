@@ -6,7 +6,9 @@ server that takes no writes surface as StateUnavailable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +18,18 @@ from pool.errors import JobExpired, JobNotCancellable, JobUnknown, KeyConflict, 
 from pool.rules import jobs
 from pool.store.connection import Client, state_errors
 from pool.store.ids import JobRef
+from pool.store.inputs import StoredInput, stored_input
 from pool.store.keys import idempotency_key, keys_of, node_channel
 from pool.store.log import LogEntry, unpack
 from pool.store.memory import MemoryGate
 from pool.store.records import RECORD_FIELDS, JobRecord, NewJob, record_of
 from pool.store.scripts import Command, run, script
+
+#: A connection that was broken while it lay in the pool fails at once. What takes longer (no free connection, no
+#: answer) would take as long again.
+AT_ONCE_S = 0.5
+#: How late a submit that got no answer may still arrive.
+LATE_MS = 600_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +57,14 @@ class JobStore:
         Raises QueueFull (nothing stored) and StateUnavailable (submitting the same NewJob again is safe).
         """
         self._memory.check()
-        keys = keys_of(job.ref)
-        command = script("submit")(
-            job=keys.job(job.ref.token),
-            queue=keys.queue,
-            index=keys.index,
-            timers=keys.timers,
-            tombstone=keys.tombstone(job.ref.token),
-            token=job.ref.token,
-            cap=self._pending_per_model,
-            n=job.n,
-            queue_timeout=job.queue_timeout_ms,
-            deadline=job.deadline_ms,
-            reader=job.reader_ms,
-            fields=job.fields(),
-        )
-        code, *detail = self._run(command)
+        stored = stored_input(job)
+        # Nothing of the blocks is sent at first: a history that is sent again is mostly there.
+        code, *detail = self._run(self._submit_command(job, stored))
+        if code == b"missing":
+            code, *detail = self._run(self._submit_command(job, stored, {at - 1 for at in detail}))
+        if code == b"missing":
+            # A block that was there has gone meanwhile.
+            code, *detail = self._run(self._submit_command(job, stored, range(len(stored.blocks))))
         if code == b"expired":
             raise JobExpired("This generation has ended and is no longer stored.")
         if code == b"full":
@@ -72,6 +73,26 @@ class JobStore:
                 f"limit of {self._pending_per_model}. Try again later.",
                 retry_after_s=5,
             )
+
+    def _submit_command(self, job: NewJob, stored: StoredInput, sent: Container[int] = ()) -> Command:
+        """`sent`: positions of the blocks whose content is sent along."""
+        keys = keys_of(job.ref)
+        return script("submit")(
+            job=keys.job(job.ref.token),
+            queue=keys.queue,
+            index=keys.index,
+            timers=keys.timers,
+            tombstone=keys.tombstone(job.ref.token),
+            blocks=[keys.input(block.id) for block in stored.blocks],
+            token=job.ref.token,
+            cap=self._pending_per_model,
+            n=job.n,
+            queue_timeout=job.queue_timeout_ms,
+            deadline=job.deadline_ms,
+            reader=job.reader_ms,
+            data=[block.packed() if at in sent else b"" for at, block in enumerate(stored.blocks)],
+            fields=job.fields() + stored.fields,
+        )
 
     def read(self, ref: JobRef) -> JobRecord:
         """The job's record. Raises JobUnknown."""
@@ -111,14 +132,27 @@ class JobStore:
 
         Raises JobUnknown, and JobNotCancellable when it has ended in another way.
         """
-        keys = keys_of(ref)
-        command = script("cancel")(**keys.ending(ref.token), token=ref.token, ttl=self._result_ttl_ms)
-        code, *rest = self._run_known(ref, command)
+        code, *rest = self._run_known(ref, self._cancel_command(ref))
+        if code == b"blocks":
+            code, *rest = self._run_known(ref, self._cancel_command(ref, rest[0].decode().split()))
         if code == b"ended" and rest[0].decode() != jobs.CANCELLED:
             raise JobNotCancellable(f"This generation has already ended: {rest[0].decode()}.")
         if code == b"ok":
             self.notify(ref.token, watch=rest[0].decode(), rank=rest[1].decode())
         return self.read(ref)
+
+    def _cancel_command(self, ref: JobRef, blocks: Sequence[str] = ()) -> Command:
+        keys = keys_of(ref).ending(ref.token, blocks)
+        return script("cancel")(**keys, token=ref.token, ttl=self._result_ttl_ms)
+
+    def void(self, ref: JobRef) -> None:
+        """A submit that got no answer shall have no effect: the job is cancelled if it arrived, and refused if it still
+        arrives (a server that hung reads old connections late). One that has ended stays as it is."""
+        with state_errors(), contextlib.suppress(redis.exceptions.OutOfMemoryError):
+            # First: between a cancel that finds nothing and this, it could still arrive.
+            self._client.set(keys_of(ref).tombstone(ref.token), b"", px=LATE_MS, nx=True)
+        with contextlib.suppress(JobUnknown, JobNotCancellable):
+            self.cancel(ref)
 
     def watch(self, ref: JobRef, node: str) -> None:
         """Have `node` told of the job's news from now on. Raises JobUnknown."""
@@ -174,10 +208,13 @@ class JobStore:
     def _run(self, command: Command) -> list[Any]:
         """Run a verb; once more when the connection broke, as pooled ones do when the server was restarted. Every verb
         of this class may be repeated."""
+        began_s = time.monotonic()
         with state_errors():
             try:
                 reply: list[Any] = run(self._client, command)
             except redis.exceptions.ConnectionError:
+                if time.monotonic() - began_s > AT_ONCE_S:
+                    raise
                 reply = run(self._client, command)
         return reply
 

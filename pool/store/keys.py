@@ -6,6 +6,7 @@ All keys of a model carry one hash tag `{model:shard}`, so one script always sta
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,12 +87,17 @@ class ModelKeys:
         """LIST of packed entries: the job's token log. Same TTL as the record."""
         return self._key(f"log:{token}")
 
+    def input(self, block: str) -> str:
+        """HASH: a block of inputs: data, until_ms, and the token of each unended job that holds it. A TTL while no job
+        does."""
+        return self._key(f"input:{block}")
+
     def tombstone(self, token: str) -> str:
         """STRING with TTL: remembers that an ended job existed, longer than its record lives."""
         return self._key(f"tombstone:{token}")
 
-    def ending(self, token: str) -> dict[str, str]:
-        """The keys of every verb that can end a job, by their declared names."""
+    def ending(self, token: str, blocks: Sequence[str] = ()) -> dict[str, str | list[str]]:
+        """The keys of every verb that can end a job, by their declared names; `blocks`: ids of its input's blocks."""
         return {
             "job": self.job(token),
             "log": self.log(token),
@@ -101,6 +107,7 @@ class ModelKeys:
             "outbox": self.outbox,
             "timers": self.timers,
             "tombstone": self.tombstone(token),
+            "blocks": [self.input(block) for block in blocks],
         }
 
 

@@ -1,9 +1,12 @@
 """What is stored of a job, as values: the submit form, the record that anybody may read, and the worker's hand-out.
 
-Record v1 is a Redis HASH. Fixed at submit: `v kind model tenant lane fairness n seed options input prompt params
-background store celery task_id watch run_timeout_ms tombstone_ms created_ms`. Changing as it runs: `state entry attempt
-nonce rank tokens crashes losses suspect started_ms`. Written with the end: `finished_ms outputs prompt_tokens
-cached_tokens output_tokens error_code error_message`.
+Record v1 is a Redis HASH. Fixed at submit: `v kind model tenant lane fairness n seed options params background store
+celery task_id watch run_timeout_ms tombstone_ms created_ms`, and either `input prompt` or, when those are large,
+`blocks prompt_blocks`: the ids of their blocks (pool/store/inputs.py), the prompt's first, and how many those are.
+Changing as it runs: `state entry attempt nonce rank tokens begun_tokens started_ms`, and of lost attempts `losses
+crashes blamed suspect`. Written with the end: `finished_ms outputs prompt_tokens cached_tokens output_tokens error_code
+error_message`; a job with `store: false` then loses its prompt and input, and of any job's blocks only those of the
+input stay listed.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ class NewJob:
     tombstone_ms: int = 86_400_000
 
     def fields(self) -> list[Value]:
-        """The record's fixed fields, as name, value, name, value ..."""
+        """The record's fixed fields but prompt and input, as name, value, name, value ..."""
         pairs: dict[str, Value] = {
             "v": RECORD_VERSION,
             "kind": self.door,
@@ -66,8 +69,6 @@ class NewJob:
             "n": self.n,
             "seed": self.seed,
             "options": self.options,
-            "input": self.input,
-            "prompt": self.prompt,
             "params": self.params,
             "background": int(self.background),
             "store": int(self.store),

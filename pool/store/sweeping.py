@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pool.store.connection import Client, state_errors
 from pool.store.ids import MODEL_PATTERN
+from pool.store.inputs import run_endings
 from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
-from pool.store.scripts import run, run_many, script
+from pool.store.rebuilding import rebuild
+from pool.store.scripts import Command, run_many, script
 
 DEAD_LETTERS_KEPT = 10_000
+#: Timers looked at in one sweep.
+TIMERS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +49,22 @@ class Sweeper:
         assert MODEL_PATTERN.fullmatch(model), "model names come from the catalogue"
         keys = ModelKeys(f"{model}:{shard}")
         command = script("sweep")(sweep=keys.sweep, leases=keys.leases, queue=keys.queue, lease=self._lease_ms)
+        # One trip: every process does this a few times a second for each model, for ever.
+        looks: list[Command] = [command, ["TIME"], ["ZRANGE", keys.timers, 0, TIMERS - 1, "WITHSCORES"]]
         with state_errors():
-            code, *found = run(self._client, command)
+            (code, *found), clock, timers = run_many(self._client, looks)
+            due = _due(clock, timers)
             if code == b"hold":
-                return Swept(held=True, expired=self._expire(keys))
+                return Swept(held=True, expired=self._expire(keys, due))
             expired, unbegun = found
             requeued, poisoned = self._take_back(keys, [token.decode() for token in expired])
             requeued += self._requeue_unbegun(keys, unbegun)
-            return Swept(requeued=requeued, poisoned=poisoned, expired=self._expire(keys))
+            return Swept(requeued=requeued, poisoned=poisoned, expired=self._expire(keys, due))
 
     def _take_back(self, keys: ModelKeys, tokens: list[str]) -> tuple[int, int]:
-        commands = [
-            script("take_back")(
-                **keys.ending(token),
+        def take_back(token: str, blocks: Sequence[str]) -> Command:
+            return script("take_back")(
+                **keys.ending(token, blocks),
                 sweep=keys.sweep,
                 dead=keys.dead,
                 token=token,
@@ -64,38 +72,37 @@ class Sweeper:
                 ttl=self._result_ttl_ms,
                 keep=DEAD_LETTERS_KEPT,
             )
-            for token in tokens
-        ]
+
         outcomes = {b"requeued": 0, b"poison": 0}
-        for token, reply in zip(tokens, run_many(self._client, commands) if commands else [], strict=True):
+        for token, reply in zip(tokens, run_endings(self._client, tokens, take_back), strict=True):
             if reply[0] in outcomes:
                 outcomes[reply[0]] += 1
                 self._store.notify(token, watch=reply[1].decode(), rank=reply[2].decode())
         return outcomes[b"requeued"], outcomes[b"poison"]
 
-    def _expire(self, keys: ModelKeys) -> int:
-        """Carry out timers that are due, at most 100; each is removed by the script that does what it stands for."""
-        seconds, micros = self._client.time()
-        due = self._client.zrange(keys.timers, "-inf", seconds * 1000 + micros // 1000, byscore=True, offset=0, num=100)
-        timers = [timer.decode().split(":", 1) for timer in due]
-        commands = [
-            script("expire")(**keys.ending(token), kind=kind, token=token, ttl=self._result_ttl_ms)
-            for kind, token in timers
-        ]
+    def _expire(self, keys: ModelKeys, timers: list[list[str]]) -> int:
+        """Carry out timers that are due; each is removed by the script that does what it stands for."""
+
+        def expire(timer: list[str], blocks: Sequence[str]) -> Command:
+            kind, token = timer
+            return script("expire")(**keys.ending(token, blocks), kind=kind, token=token, ttl=self._result_ttl_ms)
+
         expired = 0
-        for (_, token), reply in zip(timers, run_many(self._client, commands) if commands else [], strict=True):
+        for (_, token), reply in zip(timers, run_endings(self._client, timers, expire), strict=True):
             if reply[0] in (b"failed", b"cancelled"):
                 expired += 1
                 self._store.notify(token, watch=reply[1].decode(), rank=reply[2].decode())
         return expired
 
     def _requeue_unbegun(self, keys: ModelKeys, entries: list[bytes]) -> int:
-        """Entries of dead readers; an entry whose message was deleted from the stream is only acknowledged."""
+        """Entries of dead readers. One that was deleted from the stream no longer tells its job: the index does."""
         commands: list[Any] = []
+        rebuilt = 0
         for entry in entries:
             found = self._client.xrange(keys.queue, entry, entry)
             if not found:
                 self._client.xack(keys.queue, "workers", entry)
+                rebuilt += rebuild(self._client, keys)
                 continue
             token = found[0][1][b"job"].decode()
             commands.append(
@@ -106,6 +113,16 @@ class Sweeper:
                     token=token,
                     entry=entry,
                     idle=self._lease_ms,
+                    nonce="",
                 )
             )
-        return sum(reply[0] == b"requeued" for reply in run_many(self._client, commands)) if commands else 0
+        replies = run_many(self._client, commands) if commands else []
+        requeued: int = sum(reply[0] == b"requeued" for reply in replies)
+        return rebuilt + requeued
+
+
+def _due(clock: list[bytes], timers: list[bytes]) -> list[list[str]]:
+    """[kind, token] of each timer that is due; `timers` as ZRANGE gives them, with their times."""
+    at_ms = int(clock[0]) * 1000 + int(clock[1]) // 1000
+    pairs = zip(timers[::2], timers[1::2], strict=True)
+    return [timer.decode().split(":", 1) for timer, due_ms in pairs if float(due_ms) <= at_ms]

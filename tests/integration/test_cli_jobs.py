@@ -20,6 +20,7 @@ from pool.store.server import StateServer, answers, socket_url
 from tasks.client import Client
 from tasks.config import load_configuration
 from tasks.job_commands import build_request
+from tests.builders import delivery, give_up, request
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -168,6 +169,69 @@ def test_a_worker_that_cannot_start_is_reported_with_its_last_lines(
     assert f"worker {MODEL} ended 3 times in a row" in err
     assert "cannot be served" in err
     assert not answers(socket_url(tmp_path / "state"))
+
+
+def test_generate_leaves_others_jobs_to_others(environment: dict[str, str], server: StateServer) -> None:
+    """Its worker also takes what waits; when its own text is complete, the rest goes back to the queue, with what was
+    done of it, and is not waited for."""
+    environment["GENPOOL_MODELS__TINY__TARGET_INFLIGHT"] = "4"
+    settings = load_configuration(environ=environment).settings
+    long = request(model=MODEL, max_tokens=1900)
+    with closing(Client(settings)) as client, closing(connect(server.url)) as store:
+        others = [client.submit(long) for _ in range(3)]
+        code, out, err = run(environment, "generate", "Hello", "--max-tokens", "12", "--seed", "11")
+        assert (code, bool(out.strip())) == (0, True), err
+        records = [client.get(job) for job in others]
+        assert [record.state for record in records] == ["queued"] * 3
+        assert any(record.logged_tokens for record in records)
+        assert RankRegistry(store, MODEL).live() == []
+
+
+@pytest.mark.usefixtures("server")
+def test_a_late_signal_shows_no_traceback(environment: dict[str, str]) -> None:
+    """Whenever it comes: while the worker stops, or while Python ends."""
+    with start(environment, "generate", "Hello", "--max-tokens", "12", "--seed", "11") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        while "stopped at the token limit" not in (line := process.stderr.readline()):
+            assert line, "it ended before its text was complete"
+
+        def ended() -> bool:
+            process.send_signal(signal.SIGTERM)
+            return process.poll() is not None
+
+        wait_until(ended, description="the command to end", timeout_s=60, every_s=0.005)
+        assert process.stderr.read() == ""
+        assert process.stdout.read().strip()
+    assert process.returncode in (0, 128 + signal.SIGTERM)
+
+
+def test_dead_letters_from_the_command_line(environment: dict[str, str], server: StateServer) -> None:
+    """Listed, tried again under a new id, removed; unknown ids are named, with exit code 1."""
+    first, second = submitted(environment, "--seed", "7"), submitted(environment)
+    with closing(connect(server.url, max_connections=2)) as store:
+        rank = delivery(server.url, model=MODEL)
+        give_up(store, rank, model=MODEL)
+        rank.reader.connection_pool.disconnect()
+        rank.writer.connection_pool.disconnect()
+    code, out, _ = run(environment, "dead-letters", "list")
+    head, *rows = out.splitlines()
+    assert (code, head.split()) == (0, ["MODEL", "JOB", "CODE", "LOSSES", "LAST", "RANK", "WHEN", "RECORD"])
+    shown = sorted(row.split()[:5] for row in rows)
+    assert shown == sorted([MODEL, job, "poison", "1", "rank-a"] for job in (first, second))
+    assert all(row.endswith("Z  kept") for row in rows)
+    listed = json.loads(run(environment, "dead-letters", "list", "--model", MODEL, "--json")[1])
+    assert {row["job"]: row["record_exists"] for row in listed} == {first: True, second: True}
+
+    unknown = f"gen_{MODEL}.0_{'0' * 32}"
+    code, out, err = run(environment, "dead-letters", "retry", first, unknown, "gen_*")
+    assert (code, err) == (1, f"{unknown}: No dead letter has this id.\ngen_*: No dead letter has this id.\n")
+    old, new = out.split(" -> ")
+    assert old == first
+    status = status_of(environment, new.strip())
+    assert (status["state"], status["seed"]) == ("queued", 7)
+    assert run(environment, "dead-letters", "drop", "--all") == (0, f"dropped {second}\n", "")
+    assert run(environment, "dead-letters", "retry", "--all", "--model", MODEL) == (0, "", "")
 
 
 def jobs_of(store: redis.Redis) -> set[str]:

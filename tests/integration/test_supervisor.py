@@ -135,9 +135,59 @@ def test_five_fast_deaths_end_everything_with_the_last_lines(tmp_path: Path, out
     assert supervisor.run() == 1
     assert supervisor.failure == "worker ended 5 times in a row, the last time with exit code 3."
     assert output.getvalue().count("worker | no such model file") == 5
-    assert output.getvalue().endswith("Its last lines:\n" + "    no such model file\n" * 5)
+    assert "Its last lines:\n" + "    no such model file\n" * 5 in output.getvalue()
+    assert output.getvalue().endswith("stopping: state; up to 10 s, a second signal hurries\n")
     assert stopped(tmp_path) == ["state"]
     assert not is_running(pid_of(tmp_path, "state"))
+
+
+#: A child that serves for a moment and dies, over and over.
+SHORT_LIVED = """
+import sys
+open(f"{sys.argv[1]}/served", "w").close()
+raise SystemExit(3)
+"""
+
+
+def test_a_child_that_has_served_is_started_again_for_ever(tmp_path: Path, output: io.StringIO) -> None:
+    """What kills it is what it is given to do: the others go on, and each restart is one line."""
+    served = tmp_path / "served"
+    worker = Child(name="worker", argv=[sys.executable, "-c", SHORT_LIVED, str(tmp_path)], ready=served.exists)
+    supervisor = Supervisor([[service(tmp_path, "api")], [worker]], stream=output, policy=QUICK)
+    try:
+        assert supervisor.start()
+        turn_until(supervisor, lambda: "worker ended with exit code 3, 8 times in a row" in output.getvalue(), "8 ends")
+        assert supervisor.failure is None
+        assert supervisor.pid("api") == pid_of(tmp_path, "api")
+        assert "worker ended with exit code 3; starting it again in 0.01 s\n" in output.getvalue()
+        assert "worker ended with exit code 3, 8 times in a row; starting it again in 0.02 s\n" in output.getvalue()
+    finally:
+        supervisor.stop()
+
+
+@pytest.mark.parametrize("has_served", [True, False])
+def test_whether_a_process_served_may_be_told_after_its_end(output: io.StringIO, has_served: bool) -> None:
+    """By its id: it may have served too shortly to be seen ready."""
+    asked: list[int] = []
+
+    def served(pid: int) -> bool:
+        asked.append(pid)
+        return has_served and len(asked) == 3
+
+    worker = Child(name="worker", argv=[sys.executable, "-c", "raise SystemExit(3)"], served=served)
+    supervisor = Supervisor([[worker]], stream=output, policy=QUICK)
+    try:
+        supervisor.start()
+        turn_until(
+            supervisor,
+            lambda: supervisor.failure is not None or "8 times in a row" in output.getvalue(),
+            "8 ends or an end of all",
+        )
+        assert (supervisor.failure is None) == has_served
+        # Once it is known to have served, nobody is asked again.
+        assert len(set(asked)) == len(asked) == (3 if has_served else 5)
+    finally:
+        supervisor.stop()
 
 
 def test_a_child_that_lived_long_enough_starts_with_a_clean_record(output: io.StringIO) -> None:
@@ -201,6 +251,29 @@ def test_output_can_go_to_a_file_and_is_still_quoted_on_failure(tmp_path: Path, 
     assert log.read_text() == "broken\n" * 5
     assert "worker | broken" not in output.getvalue()
     assert "    broken\n" in output.getvalue()
+
+
+def test_a_child_may_be_stopped_by_another_signal(tmp_path: Path, output: io.StringIO) -> None:
+    """Its own way to stop soon."""
+    program = (
+        "import pathlib, signal, sys\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGQUIT, lambda *_: sys.exit(0))\n"
+        "(pathlib.Path(sys.argv[1]) / 'up').touch()\n"
+        "while True: signal.pause()\n"
+    )
+    argv = [sys.executable, "-c", program, str(tmp_path)]
+    up = (tmp_path / "up").exists
+    supervisor = Supervisor(
+        [[Child(name="worker", argv=argv, ready=up, stop_signal=signal.SIGQUIT, stop_grace_s=600)]],
+        stream=output,
+        policy=QUICK,
+    )
+    assert supervisor.start()
+    pid = supervisor.pid("worker")
+    supervisor.stop()
+    assert pid is not None
+    assert not is_running(pid)
 
 
 def test_a_second_request_hurries_a_child_that_can(tmp_path: Path, output: io.StringIO) -> None:
@@ -299,8 +372,9 @@ def test_a_signal_stops_the_children_in_order(tmp_path: Path, number: signal.Sig
     """Ctrl-C, SIGTERM and a closed terminal all end in an orderly stop with exit code 0."""
     with supervise(tmp_path) as process:
         process.send_signal(number)
-        process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=20)
     assert process.returncode == 0
+    assert out.count("stopping: worker, then state; up to 610 s, a second signal hurries\n") == 1
     assert stopped(tmp_path) == ["worker", "state"]
     assert not is_running(pid_of(tmp_path, "worker"))
     assert not is_running(pid_of(tmp_path, "state"))

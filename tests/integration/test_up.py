@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pool.store.server import socket_path
-from tests.processes import descendants, is_running
+from tests.processes import descendants, free_port, is_running
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -23,22 +23,27 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
 
+def up_environment(state_folder: Path) -> dict[str, str]:
+    """A user of its own, with one tiny model."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GENPOOL_")}
+    return {
+        **inherited,
+        "PYTHONPATH": str(ROOT),
+        "GENPOOL_STATE__FOLDER": str(state_folder),
+        "GENPOOL_MODELS__SMOLLM2_135M_INSTRUCT__ENABLED": "false",
+        "GENPOOL_MODELS__TINY__SOURCE": "random:1",
+    }
+
+
 class Up:
     """A running `genpool up` of a user of its own, with one tiny model."""
 
-    def __init__(self, folder: Path) -> None:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("GENPOOL_")}
+    def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder = folder / "state"
-        self.environment = {
-            **inherited,
-            "PYTHONPATH": str(ROOT),
-            "GENPOOL_STATE__FOLDER": str(self.folder),
-            "GENPOOL_MODELS__SMOLLM2_135M_INSTRUCT__ENABLED": "false",
-            "GENPOOL_MODELS__TINY__SOURCE": "random:1",
-        }
+        self.environment = up_environment(self.folder)
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "genpool.py"), "up", "--port", "0"],
+            [sys.executable, str(ROOT / "genpool.py"), "up", "--port", "0", *arguments],
             env=self.environment,
             cwd=folder,
             stdout=subprocess.PIPE,
@@ -49,6 +54,7 @@ class Up:
         self._reader.start()
         ready = wait_until(self._ready_line, description="the ready line", timeout_s=60)
         assert "serves tiny" in ready
+        self.ready = ready.rstrip("\n")
         self.port = int(ready.split("http://127.0.0.1:")[1].split("/")[0])
 
     def _read(self) -> None:
@@ -135,6 +141,57 @@ def test_it_serves_survives_every_death_and_leaves_nothing(up: Up) -> None:
     assert not [command for pid, command in everything.items() if is_running(pid)]
     assert not socket_path(up.folder).exists()
     assert sorted(path.name for path in up.folder.iterdir()) == ["appendonlydir", "server.lock", "valkey.log"]
+
+
+def test_a_worker_that_keeps_dying_takes_nothing_along(up: Up) -> None:
+    """However often: the API and the state server stay, each restart is announced, and once it lives, it serves."""
+    everything = {words: up.children(words) for words in ("valkey-server", "gunicorn")}
+    for times in range(1, 6):
+        (worker,) = wait_until(lambda: up.children("celery"), description="a worker", timeout_s=20)
+        os.kill(worker, signal.SIGKILL)
+        often = f", {times} times in a row" if times > 1 else ""
+        line = f"worker tiny ended with signal 9{often}; starting it again in {0.5 * 2 ** (times - 1):g} s\n"
+        wait_until(lambda line=line: line in up.lines, description=line)
+        assert up.ask("GET", "/healthz")[0] == 200
+    assert {words: up.children(words) for words in everything} == everything
+    wait_until(lambda: up.ask("GET", "/readyz")[0] == 200, description="readiness", timeout_s=60)
+    assert up.text()
+
+
+def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(tmp_path: Path) -> None:
+    """At the very first start nothing else would tell."""
+    (tmp_path / "broken.gguf").write_bytes(b"not a model")
+    environment = up_environment(tmp_path / "state") | {"GENPOOL_MODELS__TINY__SOURCE": str(tmp_path / "broken.gguf")}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "genpool.py"), "up", "--port", "0"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "worker tiny ended 5 times in a row" in done.stdout
+    assert "tiny: cannot be served" in done.stdout.rpartition("Its last lines:")[2]
+    assert "genpool is ready" not in done.stdout
+
+
+def test_the_ready_line_names_flower(tmp_path: Path) -> None:
+    """With the address that answers."""
+    pytest.importorskip("flower")
+    port = free_port()
+    running = Up(tmp_path, "--flower", "--flower-port", str(port))
+    try:
+        assert running.ready.endswith(f"serves tiny; Flower is at http://127.0.0.1:{port}")
+        running.port = port
+        wait_until(lambda: running.ask("GET", "/healthcheck")[0] == 200, description="Flower", timeout_s=30)
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(timeout=60) == 0
+    finally:
+        running.end()
+    (line,) = (line for line in running.lines if line.startswith("stopping: "))
+    assert line == "stopping: api, then worker tiny, then flower, then state; up to 100 s, a second signal hurries\n"
 
 
 def test_a_killed_supervisor_takes_everything_along(up: Up) -> None:

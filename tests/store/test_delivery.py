@@ -14,7 +14,7 @@ from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
 from pool.store.log import LogEntry, pack, replay_of, unpack
 from pool.store.scripts import run, script
-from tests.builders import completed, entry, new_job
+from tests.builders import completed, delivery, entry, new_job
 
 
 @pytest.fixture
@@ -49,23 +49,78 @@ def test_a_handout_carries_what_the_runner_needs(rank_a: Delivery, running: Hand
 
 
 def test_only_the_owner_of_the_entry_begins(store: JobStore, rank_a: Delivery, client: Client) -> None:
-    """A rank that did not read the entry cannot begin the job, and a live lease refuses everybody."""
+    """A rank that did not read the entry cannot begin the job, and a lease refuses everybody, until the sweep has ended
+    it: also when it has run out. Only its own nonce begins again."""
     job = new_job()
     store.submit(job)
     keys = ModelKeys("tiny:0")
     ((_, ((entry_id, _),)),) = client.xreadgroup(GROUP, "rank-a", {keys.queue: ">"}, count=1)
 
-    def begin(rank: str) -> bytes:
+    def begin(rank: str, nonce: str = "n1") -> bytes:
         command = script("begin")(job=keys.job(job.ref.token), queue=keys.queue, leases=keys.leases,
         timers=keys.timers,
         token=job.ref.token,
-                                  entry=entry_id, rank=rank, nonce="n1", lease=3000, alone=0)  # fmt: skip
+                                  entry=entry_id, rank=rank, nonce=nonce, lease=3000, alone=0)  # fmt: skip
         return bytes(run(client, command)[0])
 
     assert begin("rank-b") == b"not-owner"
     assert begin("rank-a") == b"ok"
-    assert begin("rank-a") == b"leased"
+    assert begin("rank-a", "n2") == b"leased"
+    client.zadd(keys.leases, {job.ref.token: 1})
+    assert begin("rank-a", "n2") == b"leased"
+    assert begin("rank-a") == b"ok"
+    assert client.zscore(keys.leases, job.ref.token) > 1_000_000
     assert rank_a.write([Write(Lease(job.ref.token, 1, "n1"), 0, (), completed("x"))])[0].code == "ok"
+
+
+def test_a_begin_whose_answer_got_lost_may_be_repeated(store: JobStore, rank_a: Delivery) -> None:
+    """The same entries again, whether or not the server had begun them: one attempt each, at no cost to the job."""
+    refs = [new_job().ref for _ in range(3)]
+    for ref in refs:
+        store.submit(new_job(ref=ref))
+    entries = rank_a.read(3, 10)
+    lost = [found for found in rank_a.begin(entries[:2]) if isinstance(found, Handout)]
+    again = [found for found in rank_a.begin(entries) if isinstance(found, Handout)]
+    assert [handout.lease for handout in lost] == [handout.lease for handout in again[:2]]
+    assert [handout.lease.attempt for handout in again] == [1, 1, 1]
+    for handout in again:
+        end(rank_a, handout)
+
+
+def test_unbegun_entries_are_given_back_at_once(store: JobStore, rank_a: Delivery, rank_b: Delivery) -> None:
+    """An entry that was only read, and one whose begin was never answered, go to another rank without waiting for a
+    lease. One that another fence has begun stays where it is."""
+    for _ in range(3):
+        store.submit(new_job())
+    read, unanswered, begun = rank_a.read(3, 10)
+    list(rank_a.begin([unanswered]))
+    (kept,) = [found for found in rank_a.begin([begun]) if isinstance(found, Handout)]
+    rank_a.give_back([read, unanswered, replace(begun, nonce="0000000000000000")])
+    taken = rank_b.take(3, 10).handouts
+    assert {handout.lease.token for handout in taken} == {read.token, unanswered.token}
+    end(rank_a, kept)
+    for handout in taken:
+        end(rank_b, handout)
+
+
+def test_entries_lost_on_the_way_are_found_on_the_next_connection(
+    store: JobStore, rank_a: Delivery, redis_url: str, client: Client
+) -> None:
+    """A read's reply never came: on its next connection the rank finds the entry in its pending list and begins it,
+    and leaves alone what it runs already."""
+    store.submit(new_job())
+    (running,) = rank_a.take(1, 10).handouts
+    lost = new_job()
+    store.submit(lost)
+    client.xreadgroup(GROUP, rank_a.rank, {rank_a.keys.queue: ">"}, count=1)
+    reconnected = delivery(redis_url, rank_a.rank)
+    (found,) = reconnected.take(2, 10).handouts
+    assert (found.lease.token, found.lease.attempt) == (lost.ref.token, 1)
+    assert rank_a.renew([running.lease])[0].code == "ok"
+    end(rank_a, running)
+    end(reconnected, found)
+    for each in (reconnected.reader, reconnected.writer):
+        each.connection_pool.disconnect()
 
 
 def test_appends_are_idempotent_and_gapless(rank_a: Delivery, running: Handout, client: Client) -> None:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pool.errors import JobNotCancellable, JobUnknown, QueueFull, StateUnavailable
+from pool.errors import JobExpired, JobNotCancellable, JobUnknown, QueueFull, StateUnavailable
 from pool.store.connection import Client, connect
 from pool.store.delivery import Delivery
 from pool.store.handouts import Write
@@ -191,3 +191,28 @@ def test_a_state_server_that_is_away_is_unavailable() -> None:
         away.submit(new_job())
     with pytest.raises(StateUnavailable):
         away.ping()
+
+
+def test_a_voided_submit_has_no_effect_however_late_it_comes(store: JobStore, client: Client) -> None:
+    """Arrived before: cancelled. Arriving after: refused, nothing stored. Repeating it changes nothing."""
+    early, late = new_job(), new_job()
+    store.submit(early)
+    for job in (early, late, late):
+        store.void(job.ref)
+    assert store.read(early.ref).state == "cancelled"
+    with pytest.raises(JobExpired):
+        store.submit(late)
+    keys = keys_of(late.ref)
+    assert not client.exists(keys.job(late.ref.token))
+    assert client.zcard(keys.index) == client.xlen(keys.queue) == 0
+    assert client.ttl(keys.tombstone(late.ref.token)) > 0
+
+
+def test_voiding_leaves_an_ended_job_alone(store: JobStore, rank_a: Delivery) -> None:
+    """Its state, its text and its tombstone stay."""
+    job = new_job()
+    store.submit(job)
+    (handout,) = rank_a.take(1, 100).handouts
+    rank_a.write([Write(handout.lease, 0, (entry(0, 1),), completed("x"))])
+    store.void(job.ref)
+    assert (store.read(job.ref).state, store.read(job.ref).outputs[0].text) == ("completed", "x")

@@ -20,16 +20,20 @@ from workers.outlet import CONGESTION_TOKENS, Outlet
 
 
 class IdleRunner:
-    """A runner that generates nothing: the test plays its part. It records what it is told to drop."""
+    """A runner that generates nothing: the test plays its part. It records what it is told to drop, and drops it only
+    when the test takes it out of `live`."""
 
     def __init__(self) -> None:
+        self.live: set[tuple[str, int]] = set()
         self.cancelled: list[tuple[str, int]] = []
         self.turns = 0
 
     def cancel(self, job: str, attempt: int) -> bool:
         """Record it."""
-        self.cancelled.append((job, attempt))
-        return True
+        known = (job, attempt) in self.live
+        if known:
+            self.cancelled.append((job, attempt))
+        return known
 
     def progress(self) -> int:
         """Always healthy."""
@@ -57,7 +61,8 @@ class Rig:
     def take(self) -> Handout:
         """Begin the next job and hold it."""
         (handout,) = self.delivery.take(1, 100).handouts
-        self.outlet.open(handout)
+        if self.outlet.open(handout):
+            self.runner.live.add((handout.lease.token, handout.lease.attempt))
         return handout
 
 
@@ -164,6 +169,85 @@ def test_a_job_that_comes_back_replaces_its_former_attempt(store: JobStore, rig:
     wait_until(lambda: store.read(job.ref).terminal, description="the job to end")
     assert [entry.token_ids for entry in store.view(job.ref).entries] == [(6,)]
     assert client.xlen(ModelKeys("tiny:0").queue) == 0
+
+
+class Snapshot:
+    """All of genpool's keys at one moment; `restore` makes the server one that lost what came after."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._kept = {key: client.dump(key) for key in client.scan_iter(match="gp:*")}
+
+    def restore(self) -> None:
+        """Go back, in one step."""
+        pipe = self._client.pipeline()
+        for key in self._client.scan_iter(match="gp:*"):
+            pipe.delete(key)
+        for key, value in self._kept.items():
+            pipe.restore(key, 0, value)
+        pipe.execute()
+
+
+def test_a_log_that_lost_stored_tokens_costs_only_the_attempt(store: JobStore, rig: Rig, client: Client) -> None:
+    """The server comes back with a shorter log, so the rank cannot fill the gap: the job goes back to the queue, and a
+    new attempt goes on from what is there."""
+    job = new_job(watch="node-1")
+    store.submit(job)
+    handout = rig.take()
+    rig.outlet.deliver([tokens(handout, 5)])
+    wait_until(lambda: store.read(job.ref).logged_tokens == 1, description="the first token")
+    wait_until(lambda: not rig.outlet.held()[0].entries, description="its answer")
+    earlier = Snapshot(client)
+    rig.outlet.deliver([tokens(handout, 6), tokens(handout, 7)])
+    wait_until(lambda: store.read(job.ref).logged_tokens == 3, description="three tokens")
+    wait_until(lambda: not rig.outlet.held()[0].entries, description="their answer")
+    earlier.restore()
+    rig.outlet.deliver([tokens(handout, 8)])
+    wait_until(lambda: store.read(job.ref).state == "queued", description="the job to be queued again")
+    assert rig.left == [(job.ref.token, "queued", None)]
+    assert rig.runner.cancelled == [(job.ref.token, 1)]
+    again = rig.take()
+    assert (again.lease.attempt, again.replay, again.alone) == (2, ((5,),), False)
+    store.cancel(job.ref)
+
+
+def test_an_attempt_number_that_is_given_out_twice_runs_once(store: JobStore, rig: Rig, client: Client) -> None:
+    """The server comes back without an attempt, and the rank that still runs it gets the job again under the same
+    number: it could not tell the two apart, so the job waits for the next number, and old events are nobody's."""
+    job = new_job()
+    store.submit(job)
+    earlier = Snapshot(client)
+    old = rig.take()
+    earlier.restore()
+    again = rig.take()
+    assert (again.lease.attempt, again.lease.nonce != old.lease.nonce) == (1, True)
+    wait_until(lambda: store.read(job.ref).state == "queued", description="the job to be queued again")
+    assert rig.outlet.held() == []
+    new = rig.take()
+    assert new.lease.attempt == 2
+    rig.outlet.deliver([tokens(old, 5), tokens(new, 6), finished(new, "x", 1)])
+    wait_until(lambda: store.read(job.ref).terminal, description="the job to end")
+    assert [entry.token_ids for entry in store.view(job.ref).entries] == [(6,)]
+
+
+def test_events_of_a_former_attempt_of_the_same_number_are_nobodys(
+    store: JobStore, rank_a: Delivery, client: Client
+) -> None:
+    """Delivered before the runner dropped it, not yet looked at when the rank begins the job anew as attempt 1."""
+    job = new_job()
+    store.submit(job)
+    earlier = Snapshot(client)
+    rig = Rig(rank_a)
+    old = rig.take()
+    rig.outlet.deliver([tokens(old, 5)])
+    rig.runner.live.clear()
+    earlier.restore()
+    new = rig.take()
+    rig.outlet.start()
+    rig.outlet.deliver([tokens(new, 6), finished(new, "x", 1)])
+    wait_until(lambda: store.read(job.ref).terminal, description="the job to end")
+    assert [entry.token_ids for entry in store.view(job.ref).entries] == [(6,)]
+    rig.outlet.stop()
 
 
 def test_a_failure_is_stored_with_its_name(store: JobStore, rig: Rig) -> None:

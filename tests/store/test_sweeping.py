@@ -11,7 +11,9 @@ from pool.store.ids import JobRef
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
 from pool.store.sweeping import Swept
+from pool.store.trials import ALL_ALONE, AMONG_OTHERS, AMONG_PROVEN, keep, survived
 from tests.builders import LEASE_MS, completed, entry, new_job, sweeper
+from tests.waiting import wait_until
 
 KEYS = ModelKeys("tiny:0")
 
@@ -40,7 +42,7 @@ def take_alone(rank: Delivery) -> Handout:
     """Begin the one job that waits to run alone."""
     (waiting,) = rank.take(1, 100).alone
     handout = rank.begin_alone(waiting)
-    assert handout is not None
+    assert isinstance(handout, Handout)
     return handout
 
 
@@ -56,7 +58,7 @@ def test_an_expired_lease_goes_to_another_rank(
     steady(client)
     expire(client, running)
     assert sweeper(client).sweep("tiny") == Swept(requeued=1)
-    (taken,) = rank_b.take(1, 100).handouts
+    taken = take_alone(rank_b)
     assert taken.lease.attempt == 2
     assert rank_a.write([Write(running.lease, 0, (), completed("x"))])[0].code == "stale"
     finish(rank_b, taken)
@@ -103,8 +105,7 @@ def test_a_job_that_keeps_losing_its_worker_is_poison(
         steady(client)
         expire(client, handout)
         assert sweeping.sweep("tiny") == Swept(requeued=1)
-        # Its last try is alone; before that, one loss proves nothing.
-        handout = take_alone(rank_a) if attempt == 2 else rank_a.take(1, 100).handouts[0]
+        handout = take_alone(rank_a)
         assert handout.lease.attempt == attempt + 1
     expire(client, handout)
     steady(client)
@@ -118,8 +119,8 @@ def test_a_job_that_keeps_losing_its_worker_is_poison(
 
 
 def test_mates_of_a_crash_are_not_blamed(client: Client, store: JobStore, rank_a: Delivery) -> None:
-    """Of two jobs that lost their worker together, three times in company never makes either poison: each must then run
-    alone, and the one that shows a token is cleared."""
+    """Two jobs lose their worker together, before either shows a token: each must then run alone, and the one that
+    shows a token is cleared."""
     jobs = [new_job(), new_job()]
     for job in jobs:
         store.submit(job)
@@ -132,18 +133,18 @@ def test_mates_of_a_crash_are_not_blamed(client: Client, store: JobStore, rank_a
     assert taken.handouts == []
     assert len(taken.alone) == 2
     good = rank_a.begin_alone(taken.alone[0])
-    assert good is not None
+    assert isinstance(good, Handout)
     assert good.alone
     rank_a.write([Write(good.lease, 0, (entry(0, 5),))])
     steady(client)
     expire(client, good)
     assert sweeping.sweep("tiny") == Swept(requeued=1)
     bad = rank_a.begin_alone(taken.alone[1])
-    assert bad is not None
+    assert isinstance(bad, Handout)
     steady(client)
     expire(client, bad)
     assert sweeping.sweep("tiny") == Swept(poisoned=1)
-    finish(rank_a, take_alone(rank_a))
+    finish(rank_a, rank_a.take(1, 100).handouts[0])
     client.delete(KEYS.dead)
 
 
@@ -156,20 +157,83 @@ def test_progress_does_not_excuse_for_ever(client: Client, rank_a: Delivery, run
         steady(client)
         expire(client, handout)
         assert sweeping.sweep("tiny") == Swept(requeued=1)
-        handout = take_alone(rank_a)
+        (handout,) = rank_a.take(1, 100).handouts
     steady(client)
     expire(client, handout)
     assert sweeping.sweep("tiny") == Swept(poisoned=1)
     client.delete(KEYS.dead)
 
 
+def lose(client: Client, *handouts: Handout, max_deliveries: int = 3) -> None:
+    """Their leases run out, and a sweep gives them back to the queue."""
+    steady(client)
+    expire(client, *handouts)
+    assert sweeper(client, max_deliveries=max_deliveries).sweep("tiny") == Swept(requeued=len(handouts))
+
+
 def test_progress_clears_the_crash_count(client: Client, rank_a: Delivery, running: Handout) -> None:
-    """An attempt that logged a token was no poison attempt."""
-    client.hset(KEYS.job(running.lease.token), "crashes", 2)
-    rank_a.write([Write(running.lease, 0, (entry(0, 5),))])
-    assert client.hget(KEYS.job(running.lease.token), "crashes") == b"0"
-    finish_at = Write(running.lease, 1, (), completed("x"))
+    """An attempt that logged a token was no poison attempt, and clears the one before it."""
+    lose(client, running)
+    handout = take_alone(rank_a)
+    assert (handout.alone, client.hget(KEYS.job(handout.lease.token), "crashes")) == (True, b"1")
+    rank_a.write([Write(handout.lease, 0, (entry(0, 5),))])
+    lose(client, handout)
+    assert client.hget(KEYS.job(handout.lease.token), "crashes") == b"0"
+    (handout,) = rank_a.take(1, 100).handouts
+    assert not handout.alone
+    finish_at = Write(handout.lease, 1, (), completed("x"))
     assert rank_a.write([finish_at])[0].code == "ok"
+
+
+def test_a_job_on_trial_begins_by_itself(client: Client, rank_a: Delivery, running: Handout) -> None:
+    """Lost once without a token, it begins beside jobs that have shown tokens, but not among others; lost again, only
+    where nothing else runs."""
+    lose(client, running)
+    (waiting,) = rank_a.take(1, 100).alone
+    assert rank_a.begin_alone(waiting, AMONG_OTHERS) == waiting
+    handout = rank_a.begin_alone(waiting, AMONG_PROVEN)
+    assert isinstance(handout, Handout)
+    lose(client, handout)
+    (waiting,) = rank_a.take(1, 100).alone
+    assert rank_a.begin_alone(waiting, AMONG_PROVEN) == waiting
+    handout = rank_a.begin_alone(waiting, ALL_ALONE)
+    assert isinstance(handout, Handout)
+    finish(rank_a, handout)
+
+
+def test_a_rank_that_lives_takes_the_blame_back(client: Client, rank_a: Delivery, running: Handout) -> None:
+    """It was stopped or cut off, and says so when it comes back: that loss counts no more, once; nor may a job that has
+    ended, or an attempt that was never blamed, be forgiven."""
+    lose(client, running)
+    first = take_alone(rank_a)
+    lose(client, first)
+    job = KEYS.job(running.lease.token)
+    assert client.hmget(job, "crashes", "suspect") == [b"2", b"1"]
+    for _ in range(2):
+        survived(client, KEYS, [running.lease])
+        assert client.hmget(job, "crashes", "suspect") == [b"1", b"0"]
+    handout = take_alone(rank_a)
+    survived(client, KEYS, [handout.lease])
+    assert client.hget(job, "crashes") == b"1"
+    finish(rank_a, handout)
+    survived(client, KEYS, [first.lease])
+    assert client.hget(job, "crashes") == b"1"
+
+
+def test_a_waiting_entry_is_kept(client: Client, rank_a: Delivery, rank_b: Delivery, running: Handout) -> None:
+    """A job on trial waits for its rank longer than a lease: the sweep leaves it there as long as the rank says so."""
+    lose(client, running)
+    (waiting,) = rank_a.take(1, 100).alone
+    client.xclaim(KEYS.queue, "workers", "rank-a", 0, [waiting.id], idle=2 * LEASE_MS, justid=True)
+    assert keep(client, KEYS, "rank-a", [waiting]) == [waiting]
+    steady(client)
+    assert sweeper(client).sweep("tiny") == Swept()
+    assert keep(client, KEYS, "rank-b", [waiting]) == []
+    client.xclaim(KEYS.queue, "workers", "rank-a", 0, [waiting.id], idle=2 * LEASE_MS, justid=True)
+    steady(client)
+    assert sweeper(client).sweep("tiny") == Swept(requeued=1)
+    assert keep(client, KEYS, "rank-a", [waiting]) == []
+    finish(rank_b, take_alone(rank_b))
 
 
 def test_a_hand_back_costs_no_delivery(client: Client, rank_a: Delivery, running: Handout) -> None:
@@ -197,8 +261,8 @@ def test_an_entry_that_was_read_but_never_begun_goes_back(client: Client, store:
     finish(rank_b, handout)
 
 
-def test_a_deleted_entry_does_not_stay_pending(client: Client, store: JobStore, rank_a: Delivery) -> None:
-    """An entry whose message is gone is acknowledged, so that no sweep sees it for ever."""
+def test_a_job_whose_pending_entry_was_deleted_gets_another(client: Client, store: JobStore, rank_a: Delivery) -> None:
+    """The entry is acknowledged, so that no sweep sees it for ever; its job is found in the index."""
     job = new_job()
     store.submit(job)
     client.xreadgroup(GROUP, "rank-dead", {KEYS.queue: ">"}, count=1)
@@ -206,7 +270,25 @@ def test_a_deleted_entry_does_not_stay_pending(client: Client, store: JobStore, 
     client.xclaim(KEYS.queue, GROUP, "rank-dead", 0, [pending["message_id"]], idle=LEASE_MS + 1, justid=True)
     client.xdel(KEYS.queue, pending["message_id"])
     steady(client)
-    sweeper(client).sweep("tiny")
-    assert rank_a.take(1, 10).handouts == []
+    assert sweeper(client).sweep("tiny") == Swept(requeued=1)
     assert client.xpending(KEYS.queue, GROUP)["pending"] == 0
-    store.cancel(job.ref)
+    (handout,) = rank_a.take(2, 10).handouts
+    assert (handout.lease.token, handout.lease.attempt) == (job.ref.token, 1)
+    finish(rank_a, handout)
+
+
+def test_consumers_of_dead_ranks_go_unless_something_is_pending_there(
+    client: Client, store: JobStore, rank_a: Delivery
+) -> None:
+    """A consumer that has not read for two leases is removed; one with a pending entry stays, or that would be lost."""
+    store.submit(new_job())
+    (held,) = rank_a.take(1, 10).handouts
+    client.xreadgroup(GROUP, "rank-dead", {KEYS.queue: ">"}, count=1)
+
+    def consumers() -> set[bytes]:
+        steady(client)
+        sweeper(client, lease_ms=20).sweep("tiny")
+        return {consumer["name"] for consumer in client.xinfo_consumers(KEYS.queue, GROUP)}
+
+    wait_until(lambda: consumers() == {b"rank-a"}, description="the dead rank's consumer to go")
+    finish(rank_a, held)

@@ -79,7 +79,19 @@ def test_the_config_option_names_the_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["up", "--port", "x"], ["submit"], ["config", "--json", "--markdown"], ["status"]]
+    "arguments",
+    [
+        ["nonsense"],
+        ["up", "--port", "x"],
+        ["submit"],
+        ["config", "--json", "--markdown"],
+        ["status"],
+        ["dead-letters", "retry"],
+        ["dead-letters", "retry", "--all"],
+        ["dead-letters", "retry", "x", "--model", SHIPPED],
+        ["dead-letters", "drop"],
+        ["dead-letters", "drop", "x", "--all"],
+    ],
 )
 def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
     """As everywhere on the command line."""
@@ -98,10 +110,11 @@ def test_a_bad_setting_is_one_line_on_stderr(command: list[str], monkeypatch: py
     )
 
 
-@pytest.mark.parametrize("command", ["submit", "status", "cancel", "tail"])
+@pytest.mark.parametrize("command", ["submit x", "status x", "cancel x", "tail x", "dead-letters list",
+                                     "dead-letters retry x", "dead-letters drop --all"])  # fmt: skip
 def test_job_commands_need_a_state_server(command: str, tmp_path: Path) -> None:
     """Without one they say how to start it."""
-    result = run(command, "x")
+    result = run(*command.split())
     assert result.exit_code == 1
     assert result.stderr == f"Error: No state server runs for {tmp_path}/state/genpool. Start one: genpool up\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from pool.errors import ConfigurationError, InvalidRequest
 from tasks.payloads import ChatPrompt, Message, TextPrompt, TokenPrompt
 from tasks.vocabulary import CONTROL, USER_DEFINED, Vocabulary, VocabularyData, byte_alphabet
+from tests.waiting import wait_until
 from workers.engines.tiny import tiny_vocabulary
 
 TINY = tiny_vocabulary()
@@ -247,3 +249,24 @@ def test_inconsistent_data_are_refused_by_field(changes: dict[str, Any], param: 
     with pytest.raises(ConfigurationError) as caught:
         Vocabulary(data(**changes))
     assert caught.value.param == param
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    """A long prompt takes a second a megabyte; leases must be renewed and other requests answered meanwhile."""
+    turns: list[int] = []
+    done = threading.Event()
+
+    def turn() -> None:
+        while not done.wait(0.001):
+            turns.append(len(turns))
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    wait_until(lambda: turns, description="the other thread to run")
+    before = len(turns)
+    ids = TINY.encode("the quick brown fox " * 50_000, special=False)
+    during = len(turns) - before
+    done.set()
+    thread.join()
+    assert len(ids) > 10_000
+    assert during > 20

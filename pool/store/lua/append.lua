@@ -17,6 +17,5 @@ if first_seq ~= logged then return {'resend', logged} end
 for i = 1, #entries, 1000 do
   redis.call('RPUSH', log, unpack(entries, i, math.min(i + 999, #entries)))
 end
--- Progress clears the suspicion that an earlier attempt killed its worker.
-redis.call('HSET', job, 'tokens', logged + count, 'crashes', 0, 'suspect', 0)
+redis.call('HSET', job, 'tokens', logged + count)
 return {'ok', seen[5] or ''}

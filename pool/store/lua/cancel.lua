@@ -7,14 +7,17 @@
 -- KEY outbox zset
 -- KEY timers zset
 -- KEY tombstone string
+-- KEYS blocks hash those of its input, in order
 -- ARG token str
 -- ARG ttl ms
--- INCLUDE clock finish
+-- INCLUDE clock inputs finish
 -- FLAGS allow-oom
--- RETURN {"ok", watch, rank} | {"ended", state} | {"gone"}
+-- RETURN {"ok", watch, rank} | {"ended", state} | {"gone"} | {"blocks", ids} to be declared
 local seen = redis.call('HMGET', job, unpack(ENDING))
 if not seen[1] then return {'gone'} end
 if seen[1] ~= 'queued' and seen[1] ~= 'running' then return {'ended', seen[1]} end
+local unknown = undeclared(seen[11], blocks)
+if unknown then return unknown end
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
-  timers = timers, tombstone = tombstone}
+  timers = timers, tombstone = tombstone, blocks = blocks}
 return {'ok', finish(keys, token, seen, 'cancelled', ttl, now_ms(), {})}

@@ -7,22 +7,27 @@
 -- KEY outbox zset
 -- KEY timers zset
 -- KEY tombstone string
+-- KEYS blocks hash those of its input, in order
 -- ARG kind str queue, run, deadline or reader
 -- ARG token str
 -- ARG ttl ms
--- INCLUDE clock finish
+-- INCLUDE clock inputs finish
 -- FLAGS allow-oom
 -- RETURN {"failed", watch, rank} | {"cancelled", watch, rank} | {"early"} | {"void"}
+--   | {"blocks", ids} to be declared
 local at_ms = now_ms()
 local timer = kind .. ':' .. token
 local due_ms = redis.call('ZSCORE', timers, timer)
 if not due_ms then return {'void'} end
 if tonumber(due_ms) > at_ms then return {'early'} end
-redis.call('ZREM', timers, timer)
 local seen = redis.call('HMGET', job, unpack(ENDING))
-if seen[1] ~= 'queued' and seen[1] ~= 'running' then return {'void'} end
+local live = seen[1] == 'queued' or seen[1] == 'running'
+local unknown = live and undeclared(seen[11], blocks)
+if unknown then return unknown end
+redis.call('ZREM', timers, timer)
+if not live then return {'void'} end
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
-  timers = timers, tombstone = tombstone}
+  timers = timers, tombstone = tombstone, blocks = blocks}
 if kind == 'reader' then return {'cancelled', finish(keys, token, seen, 'cancelled', ttl, at_ms, {})} end
 local reasons = {
   queue = {'queue_timeout', 'No worker began it within its queue timeout.'},

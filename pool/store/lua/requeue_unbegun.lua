@@ -1,10 +1,12 @@
 -- requeue_unbegun: give back an entry that a rank read but never began. Costs the job nothing.
+-- A rank gives back its own, with their nonces: one that it began without ever getting the reply counts as unbegun.
 -- KEY job hash
 -- KEY queue stream
 -- KEY leases zset
 -- ARG token str
 -- ARG entry str
 -- ARG idle ms the entry must have been pending untouched
+-- ARG nonce str with which its rank tried to begin it, "" when another one asks
 -- INCLUDE requeue
 -- FLAGS allow-oom
 -- RETURN {"requeued"} | {"live"} | {"dropped"}
@@ -15,6 +17,8 @@ if seen[2] ~= entry or (seen[1] ~= 'queued' and seen[1] ~= 'running') then
   redis.call('XDEL', queue, entry)
   return {'dropped'}
 end
-if redis.call('ZSCORE', leases, token) then return {'live'} end
+if redis.call('ZSCORE', leases, token) and (nonce == '' or redis.call('HGET', job, 'nonce') ~= nonce) then
+  return {'live'}
+end
 requeue(job, queue, leases, token)
 return {'requeued'}

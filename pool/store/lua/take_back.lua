@@ -1,5 +1,6 @@
 -- take_back: take a job from a rank whose lease ran out: back to the queue, or failed as poison at the cap.
--- Before its last try it becomes suspect, to run alone: it is blamed only when it was alone, or lost far too often.
+-- Only an attempt that logged no token counts. Before its last try the job becomes suspect, to run alone: it is blamed
+-- only when it was alone, or lost far too often.
 -- KEY job hash
 -- KEY log list
 -- KEY queue stream
@@ -10,13 +11,14 @@
 -- KEY tombstone string
 -- KEY sweep hash
 -- KEY dead stream
+-- KEYS blocks hash those of its input, in order
 -- ARG token str
--- ARG cap begun attempts that may be lost in a row
+-- ARG cap attempts without a token that may be lost in a row
 -- ARG ttl ms
 -- ARG keep dead letters kept
--- INCLUDE clock requeue finish
+-- INCLUDE clock requeue inputs finish
 -- FLAGS allow-oom
--- RETURN {"requeued", watch, rank} | {"poison", watch, rank} | {"live"} | {"ended"}
+-- RETURN {"requeued", watch, rank} | {"poison", watch, rank} | {"live"} | {"ended"} | {"blocks", ids} to be declared
 local at_ms = now_ms()
 if tonumber(redis.call('HGET', sweep, 'hold_until_ms') or 0) > at_ms then return {'live'} end
 local until_ms = redis.call('ZSCORE', leases, token)
@@ -26,17 +28,23 @@ if seen[1] ~= 'running' then
   redis.call('ZREM', leases, token)
   return {'ended'}
 end
-local crashes = redis.call('HINCRBY', job, 'crashes', 1)
+local unknown = undeclared(seen[11], blocks)
+if unknown then return unknown end
+local before = redis.call('HMGET', job, 'begun_tokens', 'crashes', 'blamed', 'suspect')
 local losses = redis.call('HINCRBY', job, 'losses', 1)
-local alone = redis.call('HGET', job, 'suspect') == '1' or cap == 1
-if not (crashes >= cap and alone or losses >= 10 * cap) then
-  if crashes >= cap - 1 then redis.call('HSET', job, 'suspect', 1) end
+local crashes, blamed = 0, ''
+if tonumber(seen[8] or 0) == tonumber(before[1] or 0) then
+  crashes, blamed = tonumber(before[2] or 0) + 1, (before[3] or '') .. seen[9] .. ' '
+end
+local suspect = crashes > 0 and crashes >= cap - 1 and 1 or 0
+redis.call('HSET', job, 'crashes', crashes, 'blamed', blamed, 'suspect', suspect)
+if not (crashes >= cap and (before[4] == '1' or cap == 1) or losses >= 10 * cap) then
   requeue(job, queue, leases, token)
   return {'requeued', seen[4] or '', seen[5] or ''}
 end
 redis.call('XADD', dead, 'MAXLEN', '~', keep, '*', 'job', token, 'code', 'poison', 'losses', losses, 'rank', seen[5])
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
-  timers = timers, tombstone = tombstone}
+  timers = timers, tombstone = tombstone, blocks = blocks}
 local reason = 'It lost its worker ' .. losses .. ' times; it was not tried again.'
 local values = {'error_code', 'poison', 'error_message', reason}
 return {'poison', finish(keys, token, seen, 'failed', ttl, at_ms, values)}

@@ -1,7 +1,8 @@
 -- The one place where a job becomes terminal: state, ack, delete, indexes, timers, TTL, tombstone and outbox together.
 -- `seen` holds the record's fields of ENDING, `values` the terminal ones to write, name by name.
 -- Returns the nodes to wake, and the rank that may still be working on it.
-local ENDING = {'state', 'entry', 'celery', 'watch', 'rank', 'tombstone_ms', 'n', 'tokens', 'attempt', 'nonce'}
+local ENDING = {'state', 'entry', 'celery', 'watch', 'rank', 'tombstone_ms', 'n', 'tokens', 'attempt', 'nonce',
+  'blocks', 'store'}
 
 local function finish(keys, token, seen, state, ttl_ms, at_ms, values)
   local _, entry, celery, watch, rank, tombstone_ms, n = unpack(seen)
@@ -12,6 +13,9 @@ local function finish(keys, token, seen, state, ttl_ms, at_ms, values)
   for choice = 1, tonumber(n) - 1 do redis.call('ZREM', keys.index, token .. '#' .. choice) end
   redis.call('ZREM', keys.leases, token)
   redis.call('ZREM', keys.timers, 'queue:' .. token, 'run:' .. token, 'deadline:' .. token, 'reader:' .. token)
+  local stored = seen[12] == '1'
+  if seen[11] then release(keys.job, token, seen[11], keys.blocks, stored and at_ms + ttl_ms or 0) end
+  if not stored then redis.call('HDEL', keys.job, 'input', 'prompt', 'blocks', 'prompt_blocks') end
   redis.call('PEXPIRE', keys.job, ttl_ms)
   redis.call('PEXPIRE', keys.log, ttl_ms)
   redis.call('SET', keys.tombstone, '', 'PX', ttl_ms + tonumber(tombstone_ms))

@@ -1,0 +1,34 @@
+-- A job's input blocks (pool/store/inputs.py). `listed`: their ids in the record, false for a small input; `blocks`: the
+-- keys that the caller declared.
+
+-- The reply that names a job's blocks when the caller has not declared them, which it can only once it knows them.
+local function undeclared(listed, blocks)
+  if not listed then return nil end
+  local count = 0
+  for id in string.gmatch(listed, '%S+') do
+    count = count + 1
+    if string.sub(blocks[count] or '', -#id) ~= id then return {'blocks', listed} end
+  end
+end
+
+-- An ended job lets go of its blocks. Those of its input stay until `until_ms`, when its record goes; 0: they need not.
+local function release(job, token, listed, blocks, until_ms)
+  local of_prompt = tonumber(redis.call('HGET', job, 'prompt_blocks'))
+  for i, block in ipairs(blocks) do
+    local keep_ms = tonumber(redis.call('HGET', block, 'until_ms'))
+    if keep_ms then
+      if i > of_prompt and until_ms > keep_ms then
+        keep_ms = until_ms
+        redis.call('HSET', block, 'until_ms', keep_ms)
+      end
+      redis.call('HDEL', block, token)
+      -- Its data and until_ms are what is left when nobody holds it.
+      if redis.call('HLEN', block) == 2 then
+        if keep_ms > 0 then redis.call('PEXPIREAT', block, keep_ms) else redis.call('DEL', block) end
+      end
+    end
+  end
+  local ids = {}
+  for id in string.gmatch(listed, '%S+') do ids[#ids + 1] = id end
+  redis.call('HSET', job, 'blocks', table.concat(ids, ' ', of_prompt + 1), 'prompt_blocks', 0)
+end
