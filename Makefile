@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-.PHONY: help run test lint clean
+.PHONY: help run test cancels lint chaos chaos-long recovery clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ run: $(STAMP) ## Fetch the model, then serve it on PORT (8000).
 test: lint ## Lint, then run all tests.
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+cancels: $(STAMP) ## Leave 1,000 generations at random moments; nothing may be left of them (SEED=N replays).
+	CANCELS=1000 $(if $(SEED),SEED=$(SEED)) $(BIN)/python -m pytest -q tests/faults/test_leaving.py
+
 lint: $(STAMP) ## Check format, style, types, the layers' borders, file lengths and Lua headers.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -30,6 +33,14 @@ lint: $(STAMP) ## Check format, style, types, the layers' borders, file lengths 
 
 bench-%: $(STAMP) ## Run benchmarks/NAME.py.
 	$(BIN)/python benchmarks/$*.py
+
+chaos: $(STAMP) ## Kill, stop and cut off processes for ten minutes, and show that nothing is lost (SEED=N replays).
+	$(BIN)/python -m tests.chaos.driver --seconds 600 $(if $(SEED),--seed $(SEED))
+
+chaos-long: $(STAMP) ## The same for an hour.
+	$(BIN)/python -m tests.chaos.driver --seconds 3600 $(if $(SEED),--seed $(SEED))
+
+recovery: bench-recovery ## Kill each kind of process 50 times in the middle of streams, and time what readers notice.
 
 clean: ## Remove the environment and the tools' caches.
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,4 +1,5 @@
-"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | check | config | models`.
+"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | dead-letters | check | config |
+models`.
 
 Each command checks the settings, then hands over to the layer that does the work. Deliberate errors end as one line on
 stderr and exit code 1, wrong usage as exit code 2.
@@ -10,8 +11,10 @@ import json
 import os
 import signal
 import sys
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -19,7 +22,7 @@ from typing import Any, NoReturn
 import click
 
 from pool.errors import GenpoolError
-from tasks import job_commands, launch
+from tasks import dead_letters, job_commands, launch
 from tasks.client import Client
 from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings
 from tasks.config_docs import markdown
@@ -44,6 +47,7 @@ _MODEL = click.option("--model", help="Model to run. Default: the first enabled 
 _MAX_TOKENS = click.option("--max-tokens", type=click.IntRange(1, MAX_TOKENS_LIMIT), help="Most tokens to generate.")
 _TEMPERATURE = click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy. Default: 1.")
 _SEED = click.option("--seed", type=click.IntRange(0, MAX_SEED), help="Makes the result repeatable.")
+_ALL = click.option("--all", "everything", is_flag=True, help="All dead letters instead of single ones.")
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -75,6 +79,8 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
         supervisor = Supervisor(plan)
         url = launch.base_url(host, port)
         ready = f"genpool is ready: {url}/v1 serves {', '.join(models) or 'no model'}"
+        if flower:
+            ready += f"; Flower is at {launch.base_url(launch.FLOWER_HOST, flower_port)}"
         code = supervisor.run(on_ready=lambda: supervisor.output.line(ready))
         launch.remove_metrics(settings, port)
     finally:
@@ -109,9 +115,8 @@ def generate(prompt: str, **options: Any) -> None:
     settings = load_settings()
     request = job_commands.build_request(settings, prompt, **options)
     _fetch(settings, [request.model])
-    signal.signal(signal.SIGTERM, _exit_on_signal)
-    signal.signal(signal.SIGHUP, _exit_on_signal)
-    job_commands.generate(settings, request, sys.stdout)
+    with _exit_on_signals():
+        job_commands.generate(settings, request, sys.stdout)
 
 
 @cli.command()
@@ -186,6 +191,85 @@ def check(as_json: bool) -> None:
     sys.exit(1 if found else 0)
 
 
+@cli.group("dead-letters")
+def dead_letters_group() -> None:
+    """Jobs that were given up because they kept losing their workers."""
+
+
+@dead_letters_group.command("list")
+@click.option("--model", help="Of this model only.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def list_dead_letters(model: str | None, as_json: bool) -> None:
+    """List them, oldest first. RECORD says whether the job itself can still be read."""
+    settings = load_settings()
+    require_state_server(settings)
+    letters = dead_letters.listed(settings, model)
+    if as_json:
+        click.echo(dead_letters.as_json(letters))
+        return
+    rows = [
+        (
+            letter.ref.model,
+            str(letter.ref),
+            letter.code,
+            str(letter.losses),
+            letter.rank or "-",
+            datetime.fromtimestamp(letter.at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%SZ"),
+            "kept" if letter.record_exists else "expired",
+        )
+        for letter in letters
+    ]
+    _table(("MODEL", "JOB", "CODE", "LOSSES", "LAST RANK", "WHEN", "RECORD"), rows)
+
+
+@dead_letters_group.command("retry")
+@click.argument("jobs", nargs=-1, metavar="[ID]...")
+@_ALL
+@click.option("--model", help="With --all: the model whose jobs are submitted again.")
+def retry_dead_letters(jobs: tuple[str, ...], everything: bool, model: str | None) -> None:
+    """Submit these jobs again, as new ones with the same input, options and seed, and print `OLD -> NEW`.
+
+    Exit code 1 when one of them could not be submitted; its dead letter stays.
+    """
+    _check_choice(jobs, everything, model)
+    if everything and model is None:
+        raise click.UsageError("--all needs --model.")
+    settings = load_settings()
+    require_state_server(settings)
+    _report(dead_letters.retry(settings, jobs, model), "{} -> {}")
+
+
+@dead_letters_group.command("drop")
+@click.argument("jobs", nargs=-1, metavar="[ID]...")
+@_ALL
+@click.option("--model", help="With --all: of this model only.")
+def drop_dead_letters(jobs: tuple[str, ...], everything: bool, model: str | None) -> None:
+    """Remove dead letters; the jobs' records stay as long as any. Exit code 1 when an id has none."""
+    _check_choice(jobs, everything, model)
+    settings = load_settings()
+    require_state_server(settings)
+    _report(dead_letters.drop(settings, jobs, model), "dropped {}")
+
+
+def _check_choice(jobs: tuple[str, ...], everything: bool, model: str | None) -> None:
+    if bool(jobs) == everything:
+        raise click.UsageError("Give either ids or --all.")
+    if jobs and model is not None:
+        raise click.UsageError("--model goes with --all; an id says its model.")
+
+
+def _report(outcomes: Iterable[dead_letters.Outcome], form: str) -> None:
+    """One line an outcome, failures on stderr; exit code 1 when there are any."""
+    failed = False
+    for job, outcome in outcomes:
+        if isinstance(outcome, GenpoolError):
+            failed = True
+            click.echo(f"{job}: {outcome.message}", err=True)
+        else:
+            click.echo(form.format(job, outcome))
+    sys.exit(1 if failed else 0)
+
+
 @cli.group()
 def models() -> None:
     """Models and their weights."""
@@ -194,7 +278,7 @@ def models() -> None:
 @models.command("list")
 def list_models() -> None:
     """List the catalogue: name, source, cached, size, licence, enabled."""
-    rows = [("NAME", "SOURCE", "CACHED", "SIZE", "LICENCE", "ENABLED")]
+    rows: list[tuple[str, ...]] = []
     for name, model in load_settings().models.items():
         known = SOURCES.get(model.source)
         path = cached_path(model.source)
@@ -209,9 +293,7 @@ def list_models() -> None:
                 "yes" if model.enabled else "no",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    _table(("NAME", "SOURCE", "CACHED", "SIZE", "LICENCE", "ENABLED"), rows)
 
 
 @models.command()
@@ -240,8 +322,28 @@ def _client(settings: Settings) -> closing[Client]:
     return closing(Client(settings))
 
 
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave the block through its `with` blocks, which stop what was started. Afterwards no signal
+    changes anything: the process is at its end, and Python's own shutdown would show such an exit as a traceback."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        signal.signal(number, _exit_on_signal)
+    try:
+        yield
+    finally:
+        for number in (*numbers, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+
 def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
-    """Leave through the `with` blocks, which stop what was started."""
     sys.exit(128 + number)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from celery import Celery
+from celery.exceptions import InvalidTaskError
 
 from pool.errors import GenpoolError, InvalidRequest, StateUnavailable
 from tasks.generate import Generate, request_of
@@ -20,6 +21,8 @@ log = logging.getLogger("genpool.bridge")
 
 #: How long a message waits before it is tried again when the state server is away.
 RETRY_S = 1.0
+#: An id under which a result may be stored, and which the log may show.
+_PLAIN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 Handler = Callable[..., None]
@@ -29,7 +32,9 @@ def strategy(task: Generate, app: Celery, consumer: Any) -> Handler:
     """Celery's strategy protocol: the returned handler gets each message of the task."""
 
     def handle(message: Any, body: Any, ack: Callable[..., None], reject: Any, callbacks: Any, **_: Any) -> None:
-        task_id = str(message.headers["id"])
+        task_id = message.headers.get("id")
+        if not isinstance(task_id, str) or _PLAIN_ID.fullmatch(task_id) is None:
+            raise InvalidTaskError("no usable id")  # nobody could ask for its result
         try:
             _submit(task, message, body, task_id)
         except StateUnavailable:

@@ -21,7 +21,7 @@ UNLIMITED_CONCURRENCY = 1024
 
 def create_app(settings: Settings) -> Celery:
     """The application for these settings, with the generation task registered."""
-    app = Celery("genpool", set_as_current=False)
+    app = Celery("genpool", set_as_current=False, amqp=names.AMQP)
     app.conf.update(
         broker_url=broker_url(settings),
         result_backend=result_backend(settings),
@@ -32,6 +32,7 @@ def create_app(settings: Settings) -> Celery:
         event_serializer="json",
         result_expires=settings.state.result_ttl_seconds,
         worker_pool=names.HOST_POOL,
+        worker_consumer=names.CONSUMER,
         worker_concurrency=UNLIMITED_CONCURRENCY,
         worker_prefetch_multiplier=1,
         worker_hijack_root_logger=True,
@@ -40,6 +41,9 @@ def create_app(settings: Settings) -> Celery:
         task_send_sent_event=False,
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
+        # A broker that turns into a replica breaks blocked reads and refuses writes until it is a primary again: to
+        # wait and reconnect, not a reason for a worker to exit.
+        broker_channel_error_retry=True,
         # Reply queues of `inspect` callers that went away would otherwise stay for ever.
         control_queue_expires=60.0,
         event_queue_expires=60.0,

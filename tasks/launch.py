@@ -16,14 +16,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pool.errors import ConfigurationError, UnknownModel
+from pool.errors import ConfigurationError, StateUnavailable, UnknownModel
+from pool.store.connection import connect
+from pool.store.ranks import RankRegistry
 from pool.store.server import StateServer
-from tasks.config import Settings, state_folder
+from tasks.config import Settings, state_folder, state_url
 from tasks.supervisor import Child
 
+#: Celery's cold shutdown: running generations are handed back, at no cost to them.
+HAND_BACK = signal.SIGQUIT
 #: How long a child may take beyond its own grace before it is killed.
 STOP_MARGIN_S = 10.0
 API_GRACE_S = 40.0
+FLOWER_HOST = "127.0.0.1"
 READY_TIMEOUT_S = 2.0
 #: A worker's environment: one BLAS thread, because the engine has threads of its own and BLAS's would spin beside them.
 #: Every library that may stand behind numpy reads one of these, at import.
@@ -59,10 +64,22 @@ def worker_child(settings: Settings, model: str, *, log_path: Path | None = None
         argv=[*worker_argv(model), *(["--task-events"] if events else [])],
         env=WORKER_ENV,
         stop_grace_s=settings.worker.drain_grace_seconds + STOP_MARGIN_S,
-        # Celery's cold shutdown: running generations are handed back, at no cost to them.
-        hurry_signal=signal.SIGQUIT,
+        hurry_signal=HAND_BACK,
         log_path=log_path,
+        served=lambda pid: _has_served(settings, model, pid),
     )
+
+
+def _has_served(settings: Settings, model: str, pid: int) -> bool:
+    """Whether the worker with this process id, which has just ended, had loaded `model`: its place in the registry
+    outlives it by a lease. True when that cannot be told."""
+    client = connect(state_url(settings), max_connections=1)
+    try:
+        return any((rank.host, rank.pid) == (socket.gethostname(), pid) for rank in RankRegistry(client, model).live())
+    except StateUnavailable:
+        return True
+    finally:
+        client.connection_pool.disconnect()
 
 
 def state_child(server: StateServer) -> Child:
@@ -101,8 +118,8 @@ def flower_child(port: int) -> Child:
     """Flower, on loopback. Raises ConfigurationError when it is not installed or its port is taken."""
     if importlib.util.find_spec("flower") is None:
         raise ConfigurationError('Flower is not installed. Run: pip install "genpool[flower]"')
-    claim_port("127.0.0.1", port)
-    argv = [sys.executable, "-m", "celery", "-A", "tasks", "flower", "--address=127.0.0.1", f"--port={port}"]
+    claim_port(FLOWER_HOST, port)
+    argv = [sys.executable, "-m", "celery", "-A", "tasks", "flower", f"--address={FLOWER_HOST}", f"--port={port}"]
     return Child(name="flower", argv=argv)
 
 

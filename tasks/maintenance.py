@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 
 from pool.errors import GenpoolError
@@ -68,7 +69,8 @@ class Maintenance:
         self.turn(sweeps=False)
 
     def turn(self, *, sweeps: bool = True) -> None:
-        """One sweep of each model and each chore; failures are logged once until they pass."""
+        """One sweep of each model and each chore; failures are logged once until they pass. Whatever fails, the thread
+        goes on: without it, nobody takes a dead worker's jobs."""
         try:
             for model in self._models if sweeps else ():
                 swept = self._sweeper.sweep(model)
@@ -79,8 +81,15 @@ class Maintenance:
             for chore in self._chores:
                 chore()
         except (GenpoolError, OSError) as error:
-            if not self._failing:
-                log.warning("maintenance: %s", type(error).__name__)
-            self._failing = True
+            self._failed(type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - see above
+            # The place, never the values: messages of libraries may quote their input.
+            place = "".join(traceback.format_tb(error.__traceback__))
+            self._failed(f"unexpected {type(error).__name__}\n{place}")
         else:
             self._failing = False
+
+    def _failed(self, what: str) -> None:
+        if not self._failing:
+            log.warning("maintenance: %s", what)
+        self._failing = True

@@ -1,8 +1,9 @@
 """What `genpool generate` starts when nothing runs yet, for its own duration: a state server, a worker.
 
 Several such commands may run at once on one folder: the first one's server serves them all. Everybody holds a shared
-lock on `users.lock` meanwhile, and whoever owns the server stops it only once it can hold that lock alone. Looking and
-starting is done under `start.lock`.
+lock on `users.lock` meanwhile, and whoever started a server or a worker stops it only once it can hold that lock alone.
+Looking and starting is done under `start.lock`. Jobs that nobody waits for here (of `genpool submit`, of an API) are
+not waited for: the worker hands them back.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from pool.store.connection import connect
 from pool.store.ranks import RankRegistry
 from pool.store.server import answers
 from tasks.config import Settings, state_folder, state_url
-from tasks.launch import embedded_server, state_child, worker_child
+from tasks.launch import HAND_BACK, embedded_server, state_child, worker_child
 from tasks.supervisor import RestartPolicy, Supervisor
 from tasks.urls import masked
 
+#: How long the worker may take to hand back what it holds.
+HAND_BACK_S = 10.0
 #: A worker that cannot start should be reported soon: somebody waits at a terminal.
 POLICY = RestartPolicy(first_delay_s=0.2, fast_s=120, give_up_after=3)
 
@@ -72,16 +75,29 @@ def _start_what_is_missing(
     if server is not None or not _is_served(settings, model):
         log_path = state_folder(settings) / f"worker-{model}.log"
         worker = worker_child(settings, model, log_path=log_path)
-        children.append(replace(worker, ready=lambda: _is_served(settings, model)))
+        children.append(
+            replace(
+                worker,
+                ready=lambda: _is_served(settings, model),
+                stop_signal=HAND_BACK,
+                stop_grace_s=HAND_BACK_S,
+            )
+        )
     if children:
         note(f"starting {' and '.join(child.name for child in children)} ...")
     supervisor = Supervisor([[child] for child in children], stream=sys.stderr, policy=POLICY)
-    stack.callback(supervisor.stop)
-    if server is not None:
+    stack.callback(_stop, supervisor)
+    if children:
         stack.callback(_wait_alone, users, note)
     if not supervisor.start():
         raise StateUnavailable(supervisor.failure or "stopped before it was ready")
     return supervisor
+
+
+def _stop(supervisor: Supervisor) -> None:
+    """Stopping is short and must not be cut short: a signal only hurries it."""
+    with supervisor.heeding_signals():
+        supervisor.stop()
 
 
 def _is_served(settings: Settings, model: str) -> bool:
@@ -121,6 +137,6 @@ def _wait_alone(fd: int, note: Callable[[str], None]) -> None:
             return
         except BlockingIOError:
             if not noted:
-                note("another genpool generate still uses the state server; waiting for it to end ...")
+                note("another genpool generate still uses what this one started; waiting for it to end ...")
                 noted = True
             time.sleep(0.1)

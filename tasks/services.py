@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pool.store.connection import Client, connect
+from pool.store.connection import COMMAND_TIMEOUT_S, Client, connect
 from pool.store.jobs import JobStore
 from pool.store.sweeping import Sweeper
 from tasks.config import Settings, state_url
@@ -28,9 +28,9 @@ class Services:
         self.client.connection_pool.disconnect()
 
 
-def open_services(settings: Settings, *, max_connections: int = 8) -> Services:
-    """Build the services; connects on first use."""
-    client = connect(state_url(settings), max_connections=max_connections)
+def open_services(settings: Settings, *, max_connections: int = 8, timeout_s: float = COMMAND_TIMEOUT_S) -> Services:
+    """Build the services; connects on first use. `timeout_s`: how long each step of a command may take."""
+    client = connect(state_url(settings), max_connections=max_connections, timeout_s=timeout_s)
     result_ttl_ms = settings.state.result_ttl_seconds * 1000
     store = JobStore(client, result_ttl_ms=result_ttl_ms, pending_per_model=settings.limits.pending_per_model)
     cards = Cards(client)

@@ -1,12 +1,15 @@
-"""Child processes under one parent: start in stages, restart, give up, stop in the opposite order, leave nothing.
+"""Child processes under one parent: start in stages, restart, stop in the opposite order, leave nothing.
 
 | event | what happens |
 |---|---|
-| a child ends | its process group is killed; it starts again after 0.5 s, 1 s, 2 s, ... (30 s at most) |
-| it ends within 30 s of its start, five times in a row | its last lines are printed, all stop, exit code 1 |
+| a child ends | its process group is killed; it starts again after 0.5 s, 1 s, 2 s, ... (30 s at most), always |
+| it never served, and ended within 30 s of its start five times in a row | its last lines, all stop, exit code 1 |
 | SIGINT, SIGTERM, SIGHUP | stages stop last to first: SIGTERM, SIGKILL after the child's grace; exit code 0 |
-| the same again | SIGKILL to what is left |
+| the same again | SIGKILL to what is left, after the hurry signal where a child has one |
 | the supervisor is killed | the kernel kills the children (`pool.store.leash`) |
+
+A child that never served is broken or wrongly configured, and whoever started it should be told. One that did serve is
+ended by what it is given to do, or by the machine: neither is a reason to take down the others.
 
 Every child leads its own process group, so a terminal's Ctrl-C reaches the supervisor alone.
 """
@@ -20,8 +23,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -40,14 +43,17 @@ _COLOURS = ("36", "33", "32", "35", "34", "31")
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """What to run. `env` is added to this process's own; `ready` (None: at once) says whether it serves; `stop_grace_s`
-    lies between SIGTERM and SIGKILL; output is appended to `log_path` instead of the supervisor's own, where given. A
-    second request to stop sends `hurry_signal`, if there is one, and kills HURRY_S later."""
+    """What to run. `env` is added to this process's own; `ready` (None: at once) says whether it serves; `served`
+    (None: it did once it was ready or lived long) tells of a process that has ended, by its id, whether it ever served;
+    `stop_grace_s` lies between `stop_signal` and SIGKILL; output is appended to `log_path` instead of the supervisor's
+    own, where given. A second request to stop sends `hurry_signal`, if there is one, and kills HURRY_S later."""
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     ready: Callable[[], bool] | None = None
+    served: Callable[[int], bool] | None = None
+    stop_signal: signal.Signals = signal.SIGTERM
     stop_grace_s: float = 10.0
     log_path: Path | None = None
     pass_fds: tuple[int, ...] = ()
@@ -57,7 +63,7 @@ class Child:
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
     """Delays double from `first_delay_s` to `longest_delay_s`; an end within `fast_s` of the start is a fast one, and
-    `give_up_after` of them in a row are the last."""
+    `give_up_after` of them in a row are the last of a child that never served."""
 
     first_delay_s: float = 0.5
     longest_delay_s: float = 30.0
@@ -96,6 +102,8 @@ class _Life:
         self.child = child
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.fast_deaths = 0
+        #: Whether it has ever served, in whichever of its processes.
+        self.proven = False
         self.restart_at: float | None = None
         self.started_at = 0.0
         self.process: subprocess.Popen[bytes] | None = None
@@ -131,21 +139,25 @@ class _Life:
             return self.process.poll() is not None
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
+    def is_up(self) -> bool:
+        """Whether a process runs now."""
+        return self.restart_at is None and not self.ended()
+
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:
         if self.process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 (os.killpg if group else os.kill)(self.process.pid, number)
 
-    def reap(self) -> int:
-        """End what is left of the group of an ended process, and return its exit code."""
+    def reap(self) -> tuple[int, int]:
+        """End what is left of the group of an ended process; its id and its exit code."""
         assert self.process is not None  # only a started child can be reaped
         self.signal(signal.SIGKILL, group=True)
-        code = self.process.wait()
+        pid, code = self.process.pid, self.process.wait()
         self.process = None
         if self._pump is not None:
             self._pump.join(timeout=5)
             self._pump = None
-        return code
+        return pid, code
 
     def last_lines(self) -> list[str]:
         """The newest output, at most 20 lines."""
@@ -192,17 +204,26 @@ class Supervisor:
 
     def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
         """Start everything, serve until a signal or a child that keeps dying, stop everything; the exit code."""
+        with self.heeding_signals():
+            try:
+                if self.start():
+                    on_ready()
+                while self.turn():
+                    time.sleep(TURN_S)
+            finally:
+                self._announce_stop()
+                self.stop()
+        return 0 if self.failure is None else 1
+
+    @contextmanager
+    def heeding_signals(self) -> Iterator[None]:
+        """Within the block SIGINT, SIGTERM and SIGHUP are requests to stop. For the main thread."""
         previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         try:
-            if self.start():
-                on_ready()
-            while self.turn():
-                time.sleep(TURN_S)
+            yield
         finally:
-            self.stop()
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        return 0 if self.failure is None else 1
 
     def start(self) -> bool:
         """Start all stages; True once all children are ready, False when stopped or given up before."""
@@ -214,6 +235,8 @@ class Supervisor:
                 if not self.turn():
                     return False
                 time.sleep(TURN_S)
+            for life in stage:
+                life.proven |= life.child.ready is not None
         return True
 
     def turn(self) -> bool:
@@ -232,7 +255,8 @@ class Supervisor:
     def stop(self) -> None:
         """Stop the stages in reverse order and leave no process behind. Idempotent."""
         while self._started:
-            self._stop_stage(self._started.pop())
+            self._stop_stage(self._started[-1])
+            self._started.pop()
 
     def request_stop(self) -> None:
         """What a signal does: the next `turn` is False; a second request makes `stop` kill."""
@@ -241,24 +265,40 @@ class Supervisor:
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.request_stop()
 
+    def _announce_stop(self) -> None:
+        """One line when stopping begins: what stops, in which order, and how long that may take."""
+        stages = [[life for life in stage if life.is_up()] for stage in reversed(self._started)]
+        stages = [stage for stage in stages if stage]
+        if stages:
+            names = ", then ".join(" and ".join(life.child.name for life in stage) for stage in stages)
+            longest_s = sum(max(life.child.stop_grace_s for life in stage) for stage in stages)
+            self.output.line(f"stopping: {names}; up to {longest_s:g} s, a second signal hurries")
+
     def _after_death(self, life: _Life, now: float) -> None:
-        code = life.reap()
+        pid, code = life.reap()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        life.fast_deaths = life.fast_deaths + 1 if now - life.started_at < self._policy.fast_s else 0
-        if life.fast_deaths >= self._policy.give_up_after:
-            self.failure = f"{life.child.name} ended {life.fast_deaths} times in a row, the last time with {how}."
-            self.output.line(f"{self.failure} Its last lines:")
-            for line in life.last_lines():
-                self.output.line(f"    {line}")
+        is_fast = now - life.started_at < self._policy.fast_s
+        life.fast_deaths = life.fast_deaths + 1 if is_fast else 0
+        if not life.proven:
+            life.proven = not is_fast or (life.child.served is not None and life.child.served(pid))
+        if life.fast_deaths >= self._policy.give_up_after and not life.proven:
+            self._give_up(life, how)
             return
         delay_s = self._policy.delay_s(life.fast_deaths)
         life.restart_at = now + delay_s
-        self.output.line(f"{life.child.name} ended with {how}; starting it again in {delay_s:g} s")
+        often = f", {life.fast_deaths} times in a row" if life.fast_deaths > 1 else ""
+        self.output.line(f"{life.child.name} ended with {how}{often}; starting it again in {delay_s:g} s")
+
+    def _give_up(self, life: _Life, how: str) -> None:
+        self.failure = f"{life.child.name} ended {life.fast_deaths} times in a row, the last time with {how}."
+        self.output.line(f"{self.failure} Its last lines:")
+        for line in life.last_lines():
+            self.output.line(f"    {line}")
 
     def _stop_stage(self, stage: list[_Life]) -> None:
-        running = [life for life in stage if life.restart_at is None and not life.ended()]
+        running = [life for life in stage if life.is_up()]
         for life in running:
-            life.signal(signal.SIGTERM)
+            life.signal(life.child.stop_signal)
         began = time.monotonic()
         hurried: float | None = None
         while running:

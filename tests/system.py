@@ -23,9 +23,12 @@ import redis
 
 from pool.store.audit import Audit, Violation
 from pool.store.connection import Client, connect
+from pool.store.ids import parse_ref
 from pool.store.keys import ModelKeys
-from pool.store.ranks import RankRegistry
+from pool.store.ranks import Rank, RankRegistry
+from pool.store.records import JobRecord
 from pool.store.server import StateServer
+from tasks.client import Client as JobClient
 from tasks.config import Settings, load_configuration
 from tests.processes import free_port, is_running
 from tests.waiting import wait_until
@@ -126,7 +129,8 @@ class System:
     """One state server, `apis` nodes and `workers` worker processes; nothing runs until `start` or a part's own.
 
     `sections` add to or replace SECTIONS, `models` entries of `[models.NAME]`. `binary` is the state server's program
-    (None: as genpool finds it), `appendfsync` and `server_args` its options. `delay_ms` is the time of a scripted step.
+    (None: as genpool finds it), `appendfsync` and `server_args` its options, `gunicorn` those of the nodes. `delay_ms`
+    is the time of a scripted step.
     """
 
     def __init__(
@@ -138,6 +142,7 @@ class System:
         binary: Path | None = None,
         appendfsync: str = "everysec",
         server_args: Sequence[str] = (),
+        gunicorn: Sequence[str] = (),
         sections: Mapping[str, Mapping[str, Any]] | None = None,
         models: Mapping[str, Mapping[str, Any]] | None = None,
         serves: str = SCRIPTED,
@@ -158,8 +163,11 @@ class System:
             TINY: {"source": "random:7", "target_inflight": 8, **(models or {}).get(TINY, {})},
         }
         self.settings: Settings = load_configuration(self.config(self.url, "client"), environ={}).settings
+        self.http = httpx.Client(timeout=30)
+        self.jobs = JobClient(self.settings)
+        self.accepted: list[str] = []
         self.state = self._state_part(binary, appendfsync, server_args)
-        self.apis = [self.api_part(number) for number in range(apis)]
+        self.apis = [self.api_part(number, "", *gunicorn) for number in range(apis)]
         self.workers = [self.worker_part(number) for number in range(workers)]
 
     # --- parts
@@ -186,14 +194,14 @@ class System:
             argv[0] = str(binary)
         return Part("state", argv, os.environ, self.folder)
 
-    def api_part(self, number: int, url: str = "") -> Part:
-        """An API node `api-N`; `api_url` tells where it listens."""
+    def api_part(self, number: int, url: str = "", *arguments: str) -> Part:
+        """An API node `api-N`, gunicorn with these further arguments; `api_url` tells where it listens."""
         name, port = f"api-{number}", free_port()
         env = self._environment(self.config(url or self.url, name, port=port))
         env["TMPDIR"] = str(self.folder)
         self._api_ports[name] = port
-        argv = [sys.executable, "-m", "gunicorn", "-c", "python:webapp.gunicorn_conf", "webapp.app:create_app()"]
-        return Part(name, argv, env, self.folder)
+        argv = [sys.executable, "-m", "gunicorn", "-c", "python:webapp.gunicorn_conf", *arguments]
+        return Part(name, [*argv, "webapp.app:create_app()"], env, self.folder)
 
     def worker_part(self, number: int, url: str = "", *arguments: str) -> Part:
         """A worker `worker-N`."""
@@ -272,6 +280,8 @@ class System:
 
     def close(self) -> None:
         """End everything that runs."""
+        self.http.close()
+        self.jobs.close()
         for part in reversed(self.parts):
             part.end()
 
@@ -280,6 +290,38 @@ class System:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # --- jobs
+
+    def submit(self, script: str, *, api: int = 0, **body: Any) -> str:
+        """Submit a background job of this input at a node; its id, which is also kept in `accepted`."""
+        url = f"{self.api_url(self.apis[api])}/v1/responses"
+        answer = self.http.post(url, json={"model": SCRIPTED, "input": script, "background": True, **body})
+        assert answer.status_code == 200, answer.text
+        self.accepted.append(answer.json()["id"])
+        return self.accepted[-1]
+
+    def poll(self, job: str, *, api: int = 0) -> dict[str, Any]:
+        """The response object as a client sees it now."""
+        answer = self.http.get(f"{self.api_url(self.apis[api])}/v1/responses/{job}")
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def record(self, job: str) -> JobRecord:
+        """The job's record."""
+        return self.jobs.get(job)
+
+    def ended(self, job: str, *, timeout_s: float = 30) -> JobRecord:
+        """The job's record, once it has ended."""
+        wait_until(lambda: self.record(job).terminal, description=f"{job} to end", timeout_s=timeout_s)
+        return self.record(job)
+
+    def fact(self, job: str, field: str) -> str:
+        """A field of the job's stored record that no reader needs (`crashes`, `losses`, ...); empty: never set."""
+        ref = parse_ref(job)
+        with self.client() as client:
+            return (client.hget(ModelKeys(ref.tag).job(ref.token), field) or b"").decode()
 
     # --- looking
 
@@ -300,10 +342,14 @@ class System:
         """The model's keys."""
         return ModelKeys(f"{model}:0")
 
+    def ranks(self, model: str = SCRIPTED) -> list[Rank]:
+        """The model's live ranks."""
+        with self.client() as client:
+            return RankRegistry(client, model).live()
+
     def holder(self, job_rank: str, model: str = SCRIPTED) -> Part:
         """The worker part whose rank has this id."""
-        with self.client() as client:
-            pids = [rank.pid for rank in RankRegistry(client, model).live() if rank.id == job_rank]
+        pids = [rank.pid for rank in self.ranks(model) if rank.id == job_rank]
         return next(worker for worker in self.workers if worker.alive and worker.pid in pids)
 
     def starts(self, job: str) -> int:
@@ -345,3 +391,14 @@ class System:
                 assert time.monotonic() - began_s < 5
         for part in self.parts:
             assert not part.alive or is_running(part.pid)
+
+    def assert_recovered(self, *, dead: int = 0) -> None:
+        """What holds after every fault: a fresh job of one token succeeds, every accepted job has ended, all is at
+        rest, and there are as many dead letters as the fault explains."""
+        fresh = self.submit("say x", max_output_tokens=1)
+        assert self.ended(fresh, timeout_s=10).outputs[0].text == "x"
+        for job in self.accepted:
+            assert self.record(job).terminal, f"{job} has not ended"
+        self.assert_at_rest()
+        with self.client() as client:
+            assert client.xlen(self.keys().dead) == dead

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,6 +23,8 @@ from pool.errors import ConfigurationError
 from tasks.config import load_settings
 
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+#: Files a process opens beside its clients' connections.
+OWN_FILES = 64
 
 _settings = load_settings()
 _server = _settings.server
@@ -52,10 +55,24 @@ def on_starting(server: Any) -> None:
     """Refuse addresses that other machines can reach, wherever they were set, and start from empty metrics."""
     for address in server.cfg.address:
         check_loopback(address)
+    files = server.cfg.worker_connections + OWN_FILES
+    if (allowed := allow_open_files(files)) < files:
+        server.log.warning("%d open files are allowed, %d connections may need %d", allowed, files - OWN_FILES, files)
     folder = Path(os.environ[MULTIPROCESS_VARIABLE])
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.glob("*.db"):
         file.unlink()
+
+
+def allow_open_files(count: int) -> int:
+    """Ask for as many; returns how many this process and its children may open. A connection is an open file, and many
+    systems allow 1,024 unless a process asks for more, up to a limit that it cannot pass."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return count if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
 
 
 def check_loopback(address: Any) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from flask import Flask, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -86,12 +86,19 @@ def register_metrics(app: Flask, node: Node) -> None:
         None, path=None, registry=registry, group_by=route, defaults_prefix="genpool", excluded_paths="^/metrics$"
     ).init_app(app)
     queues = QueueCollector(node)
+    node.places.on_change = _gauge("genpool_requests_waiting", "Requests and streams that hold a place.", registry).inc
+    node.waits.on_change = _gauge("genpool_waiters", "Waits for news of a job.", registry).inc
 
     @app.get("/metrics")
     def metrics() -> Response:
         return Response(b"".join(_parts(None if shared else registry, queues)), content_type=CONTENT_TYPE_LATEST)
 
     app.wsgi_app = KnownMethods(app.wsgi_app)  # type: ignore[method-assign]  # Flask's documented way
+
+
+def _gauge(name: str, text: str, registry: CollectorRegistry) -> Gauge:
+    """A gauge that is the sum over the processes that live."""
+    return Gauge(name, text, registry=registry, multiprocess_mode="livesum")
 
 
 def _parts(own: CollectorRegistry | None, queues: QueueCollector) -> Iterator[bytes]:

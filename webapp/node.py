@@ -11,27 +11,33 @@ from dataclasses import dataclass, field
 from flask import current_app
 
 from pool.errors import StateUnavailable
-from pool.store.jobs import JobStore
+from pool.store.jobs import AT_ONCE_S, JobStore
 from pool.store.records import NewJob
 from tasks.config import Settings
 from tasks.maintenance import Maintenance
 from tasks.services import Services, open_services
 from webapp.errors import TooManyWaiting
-from webapp.waits import Waits
+from webapp.waits import OnCount, Waits, no_count
 
 EXTENSION = "genpool"
 
 #: Connections to the state server a process has at most, the reader's included, however many requests wait.
 CONNECTIONS = 4
-#: The pauses after which a submit is repeated while the state server is away.
+#: How long a request waits for a free connection, and then for a reply: a state server that hangs is said within 5 s.
+STATE_TIMEOUT_S = 2.0
+#: The pauses after which a submit is repeated while the state server is away, as long as it says so at once.
 SUBMIT_PAUSES_S = (0.1, 0.4, 1.0)
 
 
 class WaitingPlaces:
-    """Bounds the requests that hold a thread while they wait, so that polls, cancels and probes always find one."""
+    """Bounds the requests that hold a thread while they wait, so that polls, cancels and probes always find one: an
+    eighth of the threads is kept for them, but no more than `MOST_RESERVED`."""
+
+    MOST_RESERVED = 32
 
     def __init__(self, threads: int) -> None:
-        self.limit = max(1, threads - max(1, threads // 8))
+        self.limit = max(1, threads - min(max(1, threads // 8), self.MOST_RESERVED))
+        self.on_change: OnCount = no_count
         self._free = threading.BoundedSemaphore(self.limit)
 
     def take(self) -> None:
@@ -40,10 +46,12 @@ class WaitingPlaces:
             raise TooManyWaiting(
                 f"{self.limit} requests are waiting on this node, its limit; try again later, or use background."
             )
+        self.on_change(1)
 
     def give_back(self) -> None:
         """The opposite of `take`."""
         self._free.release()
+        self.on_change(-1)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -86,23 +94,26 @@ class Node:
         return self.services.store
 
     def submit(self, job: NewJob, *, keyed: bool = False) -> None:
-        """Store a job. While the state server is away the same job is sent again, which is safe; if that does not help,
-        it is cancelled as soon as the server is back, since it may have arrived: a client may resend after a 503. A
-        `keyed` job stays, because the resend will find it.
+        """Store a job. While the state server refuses connections (a restart takes a moment) the same job is sent
+        again, which is safe; not while it hangs, the caller has waited enough then. If that does not help, the job is
+        cancelled as soon as the server is back, since it may have arrived: a client may resend after a 503. A `keyed`
+        job stays, because the resend will find it.
 
         Raises QueueFull and StateUnavailable.
         """
-        for pause_s in SUBMIT_PAUSES_S:
+        pauses_s = iter(SUBMIT_PAUSES_S)
+        while True:
+            began_s = time.monotonic()
             try:
                 return self.store.submit(job)
             except StateUnavailable:
-                time.sleep(pause_s)
-        try:
-            return self.store.submit(job)
-        except StateUnavailable:
-            if not keyed:
-                self.waits.abandon(job.ref)
-            raise
+                hangs = time.monotonic() - began_s > AT_ONCE_S
+                pause_s = None if hangs else next(pauses_s, None)
+                if pause_s is None:
+                    if not keyed:
+                        self.waits.abandon_later(job.ref)
+                    raise
+            time.sleep(pause_s)
 
     def close(self) -> None:
         """End the reader and the connections."""
@@ -112,7 +123,7 @@ class Node:
 
 def make_node(settings: Settings) -> Node:
     """Connects on first use and starts no thread."""
-    services = open_services(settings, max_connections=CONNECTIONS)
+    services = open_services(settings, max_connections=CONNECTIONS, timeout_s=STATE_TIMEOUT_S)
     return Node(
         services=services,
         waits=Waits(services.store, services.client, hold_ms=round(settings.server.orphan_grace_seconds * 1000)),

@@ -130,5 +130,5 @@ def _nothing_left_behind(node: Node, ref: JobRef, *, keyed: bool) -> Iterator[No
         yield
     except StateUnavailable:
         if not keyed:
-            node.waits.abandon(ref)
+            node.waits.abandon_later(ref)
         raise

@@ -3,10 +3,11 @@
 | event | what happens |
 |---|---|
 | a hint names a job | the reader reads that job for each of its waiters, all hinted jobs in one round trip |
-| no news of a job for 2 to 3 s | the reader reads it anyway: a lost hint costs seconds, never a hang |
+| no news of a job for 2 to 3 s | the reader reads it anyway (250 jobs a second): a lost hint costs seconds, no hang |
 | the subscription was (re)made | every waiter is read: what was said meanwhile is not lost |
 | a third of the orphan grace has passed | the store is told that the jobs waited for here still have a reader |
 | the state server is away | the reader backs off and tries again; waiters time out by their own clocks |
+| the state server is read-only | the reader goes on reading; what it has to write waits |
 
 A waiter is registered before its job is submitted, so no hint can come too early. The hint is only a hint: what waiters
 receive are views of the record and its log, each from the waiter's own cursor, in order and without gaps.
@@ -22,7 +23,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import redis
 
@@ -37,10 +38,22 @@ log = logging.getLogger("genpool.webapp")
 POLL_S = (2.0, 3.0)
 BATCH = 100
 TURN_S = 0.2
+#: Silent waiters are looked for this often, and read so many at a time: what is hinted at meanwhile waits for it.
+LOOK_S = 0.1
+LOOKED_AT = 25
 BACKOFF_S = (0.05, 2.0)
+#: After a write that the state server did not take.
+MUTE_S = 0.3
+
+#: Told how many more (or fewer) there are now; called by several threads.
+OnCount = Callable[[int], None]
 
 #: What a waiter can be handed: news, or that its job is gone or unreadable.
 News = View | GenpoolError
+
+
+def no_count(by: int) -> None:
+    """An OnCount that nobody looks at."""
 
 
 class Waiter:
@@ -105,6 +118,10 @@ class Waits:
     def __init__(self, store: JobStore, client: Client, *, hold_ms: int) -> None:
         self._hold_ms = hold_ms
         self._next_hold_s = 0.0
+        self._mute_until_s = 0.0
+        self.on_change: OnCount = no_count
+        self._next_look_s = 0.0
+        self._more_due = False
         self.node_id = secrets.token_hex(8)
         self._store = store
         self._client = client
@@ -126,6 +143,7 @@ class Waits:
         waiter = Waiter(ref, cursor, self)
         with self._lock:
             self._waiters.setdefault(ref.token, set()).add(waiter)
+        self.on_change(1)
         self.ensure_reader()
         return waiter
 
@@ -147,8 +165,12 @@ class Waits:
         try:
             self._cancel(ref)
         except StateUnavailable:
-            self._abandoned.append(ref)
-            self.ensure_reader()
+            self.abandon_later(ref)
+
+    def abandon_later(self, ref: JobRef) -> None:
+        """Cancel a job that nobody will read, as soon as the state server takes writes again."""
+        self._abandoned.append(ref)
+        self.ensure_reader()
 
     def let_go(self, ref: JobRef) -> None:
         """The job goes on without a reader, and is not cancelled for want of one."""
@@ -180,9 +202,12 @@ class Waits:
         """Deliver nothing more to a waiter. Idempotent."""
         with self._lock:
             waiters = self._waiters.get(waiter.ref.token, set())
+            known = waiter in waiters
             waiters.discard(waiter)
             if not waiters:
                 self._waiters.pop(waiter.ref.token, None)
+        if known:
+            self.on_change(-1)
 
     def _cancel(self, ref: JobRef) -> None:
         try:
@@ -220,17 +245,16 @@ class Waits:
             self._read(self._every())
             self._delay_s = BACKOFF_S[0]
             while not self._stopping.is_set():
-                self._retry_abandoned()
-                self._read_on()
-                hinted = self._hinted(pubsub)
-                self._read([*self._of(hinted), *self._due(hinted)])
+                self._tell()
+                self._read(self._of(self._hinted(pubsub)))
+                self._read(self._due())
         finally:
             pubsub.close()
 
     def _hinted(self, pubsub: Client) -> set[str]:
         """Tokens hinted at: waits for a first message, then takes what else is there."""
         tokens: set[str] = set()
-        message = pubsub.get_message(timeout=TURN_S)
+        message = pubsub.get_message(timeout=LOOK_S if self._more_due else TURN_S)
         while message is not None:
             if message["type"] == "message":
                 tokens.update(message["data"].decode("ascii", "replace").split())
@@ -245,11 +269,15 @@ class Waits:
         with self._lock:
             return [waiter for token in tokens for waiter in self._waiters.get(token, ()) if not waiter.ended]
 
-    def _due(self, except_tokens: set[str]) -> list[Waiter]:
-        """At most a batch of those that heard nothing for long: the rest has its turn next time."""
+    def _due(self) -> list[Waiter]:
+        """Some of those that heard nothing for long: the rest has its turn next time."""
         now_s = time.monotonic()
-        due = [w for w in self._every() if w.due_s <= now_s and w.ref.token not in except_tokens]
-        return due[:BATCH]
+        if now_s < self._next_look_s:
+            return []
+        self._next_look_s = now_s + LOOK_S
+        due = [waiter for waiter in self._every() if waiter.due_s <= now_s]
+        self._more_due = len(due) > LOOKED_AT
+        return due[:LOOKED_AT]
 
     def _read(self, waiters: Sequence[Waiter]) -> None:
         for start in range(0, len(waiters), BATCH):
@@ -270,20 +298,30 @@ class Waits:
                 return [GenpoolError("This generation's record cannot be read.", code="unreadable_record")]
             return [self._views([waiter])[0] for waiter in waiters]
 
+    def _tell(self) -> None:
+        """What the reader writes. A server that takes no writes at the moment must not keep it from reading."""
+        if time.monotonic() < self._mute_until_s:
+            return
+        try:
+            self._retry_abandoned()
+            self._read_on()
+        except StateUnavailable:
+            self._mute_until_s = time.monotonic() + MUTE_S
+
     def _read_on(self) -> None:
         """Tell the store, three times a grace, that the jobs waited for here have a reader."""
         now_s = time.monotonic()
         if now_s < self._next_hold_s:
             return
-        self._next_hold_s = now_s + self._hold_ms / 3000
         by_model: dict[str, list[JobRef]] = {}
         for waiter in self._every():
             by_model.setdefault(waiter.ref.tag, []).append(waiter.ref)
         for refs in by_model.values():
             for start in range(0, len(refs), BATCH):
                 self._store.read_on(refs[start : start + BATCH], self._hold_ms)
+        self._next_hold_s = now_s + self._hold_ms / 3000
 
     def _retry_abandoned(self) -> None:
         while self._abandoned:
-            self._cancel(self._abandoned[0])
+            self._store.void(self._abandoned[0])
             self._abandoned.popleft()

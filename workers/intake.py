@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
 import numpy as np
+import redis
 from pydantic import ValidationError
 
-from pool.errors import GenpoolError
+from pool.errors import GenerationFailed, GenpoolError
+from pool.store.connection import Client, connect
 from pool.store.delivery import Delivery
 from pool.store.handouts import Entry, Handout
 from pool.store.ranks import Card
+from pool.store.trials import ALL_ALONE, AMONG_PROVEN, keep
 from tasks.payloads import PROMPT, GenerationOptions
 from tasks.ports import Failed, Generation, Runner, TokenIds
 from tasks.submission import fit, tokenize
@@ -24,14 +28,23 @@ log = logging.getLogger("genpool.intake")
 
 #: How long a blocked read may last: an upper bound for noticing a stop whose unblock got lost.
 BLOCK_MS = 1000
+#: How much longer than that its reply may take: a read that times out on a healthy server loses entries for a lease.
+REPLY_S = 5.0
 #: How long to wait for a free slot before looking again.
 ROOM_WAIT_S = 0.5
 RETRY_S = 0.3
-#: How often a job that runs alone is looked at: it gets company once it has shown a token.
-ALONE_WAIT_S = 0.05
+#: How often a job on trial is looked at: others may begin once it has shown a token.
+ALONE_WAIT_S = 0.01
+#: How often entries that wait are claimed anew, in leases.
+KEEP_LEASES = 0.25
 
 #: Called in the intake's thread for each job it begins.
 OnBegun = Callable[[Handout], None]
+
+
+def reading_client(url: str) -> Client:
+    """A client of one connection for blocking reads, which time out later than they unblock."""
+    return connect(url, max_connections=1, read_timeout_s=BLOCK_MS / 1000 + REPLY_S)
 
 
 class Intake:
@@ -55,7 +68,11 @@ class Intake:
         self._on_begun = on_begun
         self._room = threading.Event()
         self._stopping = False
+        #: Read, and waiting to begin by itself.
         self._alone: deque[Entry] = deque()
+        self._next_keep_s = 0.0
+        #: Read, and not known to have begun, by job token.
+        self._unanswered: dict[str, Entry] = {}
         self._thread = threading.Thread(target=self._run, name="genpool-intake", daemon=True)
 
     def start(self) -> None:
@@ -85,51 +102,87 @@ class Intake:
         failures = 0
         while not self._stopping:
             self._room.clear()
-            capacity = self._runner.capacity()
-            if capacity.in_flight >= capacity.effective or self._outlet.congested():
-                self._room.wait(ROOM_WAIT_S)
-                self._heal()
-                continue
             try:
-                if self._alone:
-                    self._begin_alone(capacity.in_flight)
-                else:
-                    self._begin(self._delivery.read(capacity.effective - capacity.in_flight, BLOCK_MS))
+                self._turn()
                 failures = 0
             except STATE_ERRORS as error:
                 failures += 1
                 if failures == 1:
                     log.warning("state server: %s; reading again as soon as it answers", type(error).__name__)
                 self._room.wait(RETRY_S)
-
-    def _heal(self) -> None:
-        """A full rank reads nothing, so it looks now and then whether its stream's group is still there."""
         try:
-            self._delivery.heal()
+            self._delivery.give_back([*self._unanswered.values(), *self._alone])
         except STATE_ERRORS as error:
-            log.info("looking after the group: %s", type(error).__name__)
+            log.warning("giving back unbegun jobs: %s", type(error).__name__)
+
+    def _turn(self) -> None:
+        if self._unanswered:
+            # Before all else: the server may count them as begun here, so nobody else would run them.
+            self._begin_again()
+            return
+        self._keep_waiting()
+        capacity = self._runner.capacity()
+        if capacity.in_flight >= capacity.effective or self._outlet.congested():
+            self._room.wait(ROOM_WAIT_S)
+            # A full rank reads nothing, so it looks now and then whether its stream's group is still there.
+            self._delivery.heal()
+        elif self._alone:
+            self._begin_alone(capacity.in_flight)
+        else:
+            self._begin(self._delivery.read(capacity.effective - capacity.in_flight, BLOCK_MS))
 
     def _begin_alone(self, in_flight: int) -> None:
-        """An entry waits to run alone: read nothing until this rank is empty, then run it and nothing beside it."""
-        if in_flight:
+        """A job on trial waits: read nothing until this rank is empty enough for it, then begin it, and nothing beside
+        it until it has shown a token."""
+        if self._outlet.has_unproven():
+            self._room.wait(ALONE_WAIT_S)
+            return
+        found = self._delivery.begin_alone(self._alone[0], AMONG_PROVEN if in_flight else ALL_ALONE)
+        if isinstance(found, Entry):
             self._room.wait(ROOM_WAIT_S)
             return
-        handout = self._delivery.begin_alone(self._alone.popleft())
-        if handout is None:
+        self._alone.popleft()
+        if found is None:
             return
-        self._submit(handout)
-        while not self._stopping and self._outlet.is_unproven(handout):
+        self._submit(found)
+        while not self._stopping and self._outlet.is_unproven(found):
             self._room.wait(ALONE_WAIT_S)
+            self._keep_waiting()
+
+    def _keep_waiting(self) -> None:
+        """Entries that wait have no lease: without this, the sweep would take them for a dead reader's."""
+        now_s = time.monotonic()
+        if not self._alone or now_s < self._next_keep_s:
+            return
+        delivery = self._delivery
+        self._alone = deque(keep(delivery.reader, delivery.keys, delivery.rank, self._alone))
+        self._next_keep_s = now_s + KEEP_LEASES * delivery.lease_ms / 1000
 
     def _begin(self, entries: list[Entry]) -> None:
+        self._unanswered |= {entry.token: entry for entry in entries}
         for found in self._delivery.begin(entries):
             if isinstance(found, Handout):
+                self._unanswered.pop(found.lease.token, None)
                 self._submit(found)
-            else:
+            elif all(found.id != entry.id for entry in self._alone):
                 self._alone.append(found)
+        for entry in entries:
+            self._unanswered.pop(entry.token, None)
+
+    def _begin_again(self) -> None:
+        """Begin the first unanswered entry, by itself: one that the server refuses to begin must not hold up others."""
+        entry = next(iter(self._unanswered.values()))
+        try:
+            self._begin([entry])
+        except redis.exceptions.ReadOnlyError:
+            raise
+        except redis.exceptions.ResponseError:
+            del self._unanswered[entry.token]
+            raise
 
     def _submit(self, handout: Handout) -> None:
-        self._outlet.open(handout)
+        if not self._outlet.open(handout):
+            return
         self._on_begun(handout)
         token, attempt = handout.lease.token, handout.lease.attempt
         try:
@@ -147,6 +200,8 @@ class Intake:
     def _generation(self, handout: Handout) -> Generation:
         """The job as the runner sees it. A job accepted before any worker had published the vocabulary is measured
         here, with the same rule and the same error as at the door."""
+        if handout.lost:
+            raise GenerationFailed("Its stored input is missing or damaged.", code="input_lost")
         options = GenerationOptions.model_validate_json(handout.options)
         ids = np.frombuffer(handout.prompt, dtype="<i4") if handout.prompt else self._tokenized(handout)
         return Generation(

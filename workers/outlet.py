@@ -24,6 +24,7 @@ from pool.store.delivery import BATCH, Delivery
 from pool.store.handouts import Ending, Handout, Lease, Write, Written, failed
 from pool.store.log import MAX_ENTRY_TOKENS, LogEntry
 from pool.store.records import Output
+from pool.store.trials import survived
 from tasks.ports import Event, Finished, Runner, Tokens
 
 log = logging.getLogger("genpool.outlet")
@@ -39,7 +40,8 @@ STATE_ERRORS = (redis.exceptions.RedisError, StateUnavailable, OSError)
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A begun job of this rank: its fence, and the log entries that are not yet known to be stored."""
+    """A begun job of this rank: its fence, and the log entries that are not yet known to be stored. `opened`: all
+    events that came before it have been taken."""
 
     handout: Handout
     next_seq: int
@@ -49,6 +51,7 @@ class Held:
     ending: Ending | None = None
     flushed: bool = False
     sent: int = 0
+    opened: bool = False
 
     @property
     def lease(self) -> Lease:
@@ -120,12 +123,17 @@ class Outlet:
         self._flush_idle_s = flush_idle_ms / 1000
         self._renew_s = renew_ms / 1000
         self._on_left = on_left
-        self._events: deque[Event] = deque()
+        self._events: deque[Event | Held] = deque()
         self._held: dict[str, Held] = {}
+        #: Lost to the sweep, while this rank lives.
+        self._outlived: deque[Lease] = deque()
+        #: Begun here, and to be given back to the queue because this attempt cannot go on.
+        self._returned: deque[Lease] = deque()
         self._wake = threading.Event()
         self._unsent_tokens = 0
         self._nudged = False
         self._stopping = False
+        self._failing = False
         self._next_renew_s = time.monotonic() + self._renew_s
         self._watchdog = Watchdog(runner, stall_timeout_s)
         self._thread = threading.Thread(target=self._run, name="genpool-outlet", daemon=True)
@@ -136,13 +144,26 @@ class Outlet:
         """Begin to run in a thread of its own."""
         self._thread.start()
 
-    def open(self, handout: Handout) -> None:
-        """Hold a begun job; must come before the runner can deliver events of it."""
-        former = self._held.get(handout.lease.token)
+    def open(self, handout: Handout) -> bool:
+        """Hold a begun job; must come before the runner can deliver events of it.
+
+        False: the job goes back to the queue, for the runner still has an attempt of this number and could not tell the
+        two apart. A state server that came back with less than it had confirmed counts attempts anew.
+        """
+        lease = handout.lease
+        former = self._held.get(lease.token)
         if former is not None:
             # This rank lost the job, and got it back before it had noticed.
             self._lose(former, jobs.QUEUED)
-        self._held[handout.lease.token] = Held(handout, next_seq=handout.logged, watch=handout.watch)
+        if self._runner.cancel(lease.token, lease.attempt):
+            self._returned.append(lease)
+            self._wake.set()
+            return False
+        held = Held(handout, next_seq=handout.logged, watch=handout.watch)
+        self._held[lease.token] = held
+        # Events of a former attempt of this number may still lie there; its own come behind this.
+        self._events.append(held)
+        return True
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Take the runner's events."""
@@ -163,6 +184,10 @@ class Outlet:
         """Whether a held job of this attempt has not yet stored a token: it may still kill its worker."""
         held = self._held.get(handout.lease.token)
         return held is not None and held.handout is handout and not held.flushed
+
+    def has_unproven(self) -> bool:
+        """Whether any held job has not yet stored a token."""
+        return any(not held.flushed for held in list(self._held.values()))
 
     def held(self) -> list[Held]:
         """The jobs this rank holds now."""
@@ -200,11 +225,16 @@ class Outlet:
             # Leases first: what one job's write may raise must not cost the others theirs.
             self._renew()
             self._flush(everything)
+            self._give_back()
+            self._report_survival()
         except STATE_ERRORS as error:
-            log.warning("state server: %s; %d jobs held", type(error).__name__, len(self._held))
+            if not self._failing:
+                log.warning("state server: %s; %d jobs held, writing again", type(error).__name__, len(self._held))
+            self._failing = True
             time.sleep(RETRY_S)
             self._wake.set()
             return False
+        self._failing = False
         return True
 
     def _pause_s(self) -> float:
@@ -216,8 +246,11 @@ class Outlet:
         now_s = time.monotonic()
         while self._events:
             event = self._events.popleft()
+            if isinstance(event, Held):
+                event.opened = True
+                continue
             held = self._held.get(event.job)
-            if held is None or held.lease.attempt != event.attempt:
+            if held is None or not held.opened or held.lease.attempt != event.attempt:
                 continue
             if isinstance(event, Tokens):
                 held.add(event.choice, event.token_ids, event.text, now_s)
@@ -242,6 +275,16 @@ class Outlet:
                 self._settle(held, answer, news)
             self._delivery.hint(news)
 
+    def _give_back(self) -> None:
+        while self._returned:
+            self._delivery.hand_back([self._returned[0]])
+            self._returned.popleft()
+
+    def _report_survival(self) -> None:
+        while self._outlived:
+            survived(self._delivery.writer, self._delivery.keys, [self._outlived[0]])
+            self._outlived.popleft()
+
     def _settle(self, held: Held, answer: Written, news: dict[str, list[str]]) -> None:
         if answer.code == "stale" and held.ending is not None and answer.detail == held.ending.state:
             # Our own ending had landed, its reply had not.
@@ -255,6 +298,11 @@ class Outlet:
                 news.setdefault(node, []).append(held.lease.token)
             if held.ending is not None:
                 self._leave(held, held.ending.state, held.ending)
+        elif answer.log_end < (held.entries[0].seq if held.entries else held.next_seq):
+            # The log is shorter than what had been stored: the state server came back with less than it had confirmed.
+            # The missing tokens are here no more; a new attempt replays the log and draws them again.
+            self._returned.append(held.lease)
+            self._lose(held, jobs.QUEUED)
         else:
             # A repeated write had landed after all: keep only what lies behind the log's end, and send that next.
             held.flushed = held.flushed or answer.log_end > held.handout.logged
@@ -285,6 +333,9 @@ class Outlet:
 
     def _lose(self, held: Held, state: str) -> None:
         """The attempt is over (cancelled, or taken back by the sweep): drop the work."""
+        if state in (jobs.QUEUED, jobs.RUNNING) and not self._watchdog.is_stalled():
+            self._outlived.append(held.lease)
+            self._wake.set()
         self._runner.cancel(held.lease.token, held.lease.attempt)
         self._leave(held, state, None)
 

@@ -27,7 +27,7 @@ from pool.store.ranks import Card, RankRegistry
 from tasks.config import Settings, state_url
 from tasks.ports import Engine
 from workers.engines import load_engine
-from workers.intake import BLOCK_MS, Intake
+from workers.intake import Intake, reading_client
 from workers.loop import BatchingLoop
 from workers.outlet import STATE_ERRORS, Outlet
 from workers.weights import ensure_weights
@@ -62,13 +62,13 @@ class Rank:
         self._on_begun = on_begun
         self._on_left = on_left
         url = state_url(settings)
-        block_s = BLOCK_MS / 1000
-        self._reader = connect(url, max_connections=1, read_timeout_s=block_s + 5)
+        self._reader = reading_client(url)
         self._writer = connect(url, max_connections=1)
         self._registrar = connect(url, max_connections=2)
         self._registry = RankRegistry(self._registrar, model)
         self._stopping = threading.Event()
         self._started = False
+        self._silent = False
         self._drain_until_s = 0.0
         self._thread = threading.Thread(target=self._register, name="genpool-registrar", daemon=True)
 
@@ -250,7 +250,9 @@ class Rank:
                 pubsub.subscribe(node_channel(self._id))
                 self._listen(pubsub)
             except STATE_ERRORS as error:
-                log.warning("%s: heartbeat: %s", self.model, type(error).__name__)
+                if not self._silent:
+                    log.warning("%s: heartbeat: %s; it goes on as soon as it can", self.model, type(error).__name__)
+                self._silent = True
                 self._stopping.wait(0.5)
             finally:
                 pubsub.close()
@@ -260,6 +262,7 @@ class Rank:
         while not self._stopping.is_set():
             if time.monotonic() >= next_beat:
                 self._beat()
+                self._silent = False
                 if self._registry.card_fingerprint() != self._card.fingerprint:
                     # A state server that came back empty has lost it.
                     self._registry.publish(self._card)

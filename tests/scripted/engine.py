@@ -7,8 +7,8 @@ last `|` in it (a conversation is written in one line, its messages parted by `|
     raise AFTER         emit AFTER filler bytes, then raise inside each step that it takes part in
     hang AFTER          emit AFTER filler bytes, then never return from the step
 
-Each step takes `delay_ms`. The log gets a line for each beginning and each token, over all processes that share it:
-`start SESSION ATTEMPT PID` and `tok SESSION N`.
+Each step takes `delay_ms`. The log gets a line for each beginning, each token and each release, over all processes that
+share it: `start SESSION ATTEMPT PID`, `tok SESSION N PID` and `free SESSION ATTEMPT PID`.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class ScriptedEngine:
         if verb == b"repeat":
             count, _, piece = rest.partition(b" ")
             rest = piece * int(count)
-        self._log.write(f"tok {session} {at}\n")
+        self._log.write(f"tok {session} {at} {os.getpid()}\n")
         return self._token_of[rest[at : at + 1]] if at < len(rest) else self.vocabulary.eos_ids[0]
 
     def _fault(self, verb: bytes, at: int, after: int, session: str) -> int:
         if at < after:
-            self._log.write(f"tok {session} {at}\n")
+            self._log.write(f"tok {session} {at} {os.getpid()}\n")
             return self._token_of[FILLER]
         if verb == b"crash":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -113,7 +113,8 @@ class ScriptedEngine:
 
     def release(self, session: str, epoch: int) -> None:
         """Forget a session."""
-        self._held.pop((session, epoch), None)
+        if self._held.pop((session, epoch), None) is not None:
+            self._log.write(f"free {session} {epoch} {os.getpid()}\n")
 
     def share_prefix(self, source: tuple[str, int], target: tuple[str, int], positions: int) -> bool:  # noqa: ARG002
         """Unsupported."""
