@@ -28,6 +28,7 @@ from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_set
 from tasks.config_docs import markdown
 from tasks.own_runtime import require_state_server, state_server_hint
 from tasks.payloads import MAX_SEED, MAX_TOKENS_LIMIT
+from tasks.rerun import audit_texts
 from tasks.supervisor import Supervisor
 from tasks.urls import masked
 from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_weights
@@ -177,11 +178,17 @@ def config(as_json: bool, as_markdown: bool) -> None:
 
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def check(as_json: bool) -> None:
+@click.option("--rerun", type=click.IntRange(min=0), default=0, metavar="N",
+              help="Also run up to N ended jobs of each model again and compare their texts (I2).")  # fmt: skip
+def check(as_json: bool, rerun: int) -> None:
     """Audit the live state: every job reachable, every log whole, nothing leaked. Exit code 1 with violations."""
     settings = load_settings()
     require_state_server(settings)
     found = job_commands.audit(settings)
+    if rerun:
+        compared, differing = audit_texts(settings, rerun)
+        found += differing
+        click.echo(f"{compared} texts compared.", err=True)
     if as_json:
         click.echo(json.dumps([asdict(violation) for violation in found], indent=2))
     else:

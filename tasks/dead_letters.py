@@ -12,13 +12,12 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 
-from pydantic import ValidationError
-
-from pool.errors import GenpoolError, InvalidRequest, JobExpired, JobUnknown, QueueFull, StateUnavailable, UnknownModel
-from pool.store.dead_letters import DeadLetter, DeadLetters, StoredJob, stored_job
+from pool.errors import GenpoolError, JobExpired, JobUnknown, QueueFull, StateUnavailable, UnknownModel
+from pool.store.dead_letters import DeadLetter, DeadLetters
 from pool.store.ids import new_ref, parse_ref
+from pool.store.stored_jobs import stored_job
 from tasks.config import Settings
-from tasks.payloads import PROMPT, GenerationOptions, GenerationRequest
+from tasks.rerun import request_of
 from tasks.services import Services, open_services
 
 #: What became of one id: its letter was dealt with (the new job's id, or "" when it was dropped), or why it was not.
@@ -63,7 +62,7 @@ def _retry(services: Services, letter: DeadLetter) -> str:
     job = stored_job(services.client, letter.ref)
     if job is None:
         raise JobExpired("Its record has expired, so there is nothing to submit again. Its dead letter can be dropped.")
-    request = _request(letter.ref.model, job)
+    request = request_of(letter.ref.model, job)
     new = str(new_ref(job.door, letter.ref.model, token=letter.retry_token))
     # Expired: it was submitted before, and its record is gone again; only the letter is left to remove.
     with suppress(JobExpired):
@@ -82,23 +81,6 @@ def _retry(services: Services, letter: DeadLetter) -> str:
         )
     DeadLetters(services.client, letter.ref.model).drop([letter])
     return new
-
-
-def _request(model: str, job: StoredJob) -> GenerationRequest:
-    """The request again, with the seed that was drawn for it; checked against the model of today like any other."""
-    if job.input is None:
-        raise InvalidRequest("Its input was not kept (store: false), so it cannot be submitted again.")
-    try:
-        options = GenerationOptions.model_validate_json(job.options)
-        return GenerationRequest(
-            model=model,
-            prompt=PROMPT.validate_json(job.input),
-            n=job.n,
-            sampling=options.sampling.model_copy(update={"seed": job.seed}),
-            max_tokens=options.max_tokens,
-        )
-    except ValidationError:
-        raise InvalidRequest("Its stored request is not one of this version of genpool.") from None
 
 
 def _selected(

@@ -14,6 +14,7 @@ from flask import Request
 from pool.errors import GenpoolError, InvalidRequest, StateUnavailable
 from pool.store.ids import JobRef, parse_ref
 from pool.store.jobs import View
+from pool.store.keys import END_ONLY
 from pool.store.records import NewJob
 from tasks.payloads import GenerationRequest
 from webapp.node import Node
@@ -65,13 +66,15 @@ def idempotency_key(request: Request, body: Mapping[str, Any]) -> IdempotencyKey
     return IdempotencyKey(value, hashlib.sha256(canonical.encode()).hexdigest())
 
 
-def submit_and_wait(node: Node, order: Order) -> tuple[Waiter, View]:
+def submit_and_wait(node: Node, order: Order, *, follows: bool) -> tuple[Waiter, View]:
     """Store a job with a waiter registered first; the view shows it right after, and the waiter goes on from there.
+    `follows`: it shall hear of each token as it comes, not only of the end.
 
     Raises what `Submitter.prepare` and `Node.submit` raise; then nothing stays enqueued.
     """
     grace_ms = 0 if order.background else round(node.settings.server.orphan_grace_seconds * 1000)
-    job = _prepare(node, order, watch=node.waits.node_id, reader_ms=grace_ms)
+    watch = node.waits.node_id if follows else node.waits.node_id + END_ONLY
+    job = _prepare(node, order, watch=watch, reader_ms=grace_ms)
     waiter = node.waits.open(job.ref)
     try:
         view = _store(node, job, keyed=order.key is not None)

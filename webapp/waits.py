@@ -31,7 +31,7 @@ from pool.errors import GenpoolError, JobNotCancellable, JobUnknown, StateUnavai
 from pool.store.connection import Client
 from pool.store.ids import JobRef
 from pool.store.jobs import JobStore, View
-from pool.store.keys import node_channel
+from pool.store.keys import END_ONLY, node_channel
 
 log = logging.getLogger("genpool.webapp")
 
@@ -187,7 +187,8 @@ class Waits:
             wanted = ref.token in self._waiters
         if not wanted:
             try:
-                self._store.unwatch(ref, self.node_id)
+                for name in (self.node_id, self.node_id + END_ONLY):
+                    self._store.unwatch(ref, name)
             except StateUnavailable:
                 log.info("hints for a job go on: the state server is away")
 

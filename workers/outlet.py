@@ -3,7 +3,7 @@
 The engine's thread drops events here and never waits for the network. The outlet gathers them by job, writes many jobs
 in one round trip, hints to waiting nodes, renews leases, and tells the runner to drop what is no longer ours.
 
-Flush policy: a job's first token, its end, and every token of a job that somebody watches at once; else every
+Flush policy: a job's first token, its end, and every token of a job that somebody follows at once; else every
 `flush_idle_ms`.
 """
 
@@ -22,6 +22,7 @@ from pool.errors import StateUnavailable
 from pool.rules import jobs
 from pool.store.delivery import BATCH, Delivery
 from pool.store.handouts import Ending, Handout, Lease, Write, Written, failed
+from pool.store.keys import wants_tokens
 from pool.store.log import MAX_ENTRY_TOKENS, LogEntry
 from pool.store.records import Output
 from pool.store.trials import survived
@@ -52,6 +53,15 @@ class Held:
     flushed: bool = False
     sent: int = 0
     opened: bool = False
+    followed: bool = False
+
+    def __post_init__(self) -> None:
+        self.watched_by(self.watch)
+
+    def watched_by(self, watch: str) -> None:
+        """Who wants hints now; whoever follows wants the tokens as they come."""
+        self.watch = watch
+        self.followed = any(map(wants_tokens, watch.split()))
 
     @property
     def lease(self) -> Lease:
@@ -76,7 +86,7 @@ class Held:
             return True
         if not self.entries:
             return False
-        return bool(self.watch) or not self.flushed or now_s - self.oldest_s >= idle_s
+        return self.followed or not self.flushed or now_s - self.oldest_s >= idle_s
 
     def write(self) -> Write:
         """All that is not yet stored."""
@@ -106,7 +116,7 @@ OnLeft = Callable[[Handout, str, Ending | None], None]
 
 
 class Outlet:
-    """An EventSink over a Delivery."""
+    """An EventSink over a Delivery. `engine`: what endings name as theirs, "" for an engine whose bytes may vary."""
 
     def __init__(
         self,
@@ -117,12 +127,14 @@ class Outlet:
         renew_ms: int,
         stall_timeout_s: float,
         on_left: OnLeft,
+        engine: str = "",
     ) -> None:
         self._delivery = delivery
         self._runner = runner
         self._flush_idle_s = flush_idle_ms / 1000
         self._renew_s = renew_ms / 1000
         self._on_left = on_left
+        self._engine = engine
         self._events: deque[Event | Held] = deque()
         self._held: dict[str, Held] = {}
         #: Lost to the sweep, while this rank lives.
@@ -256,7 +268,7 @@ class Outlet:
                 held.add(event.choice, event.token_ids, event.text, now_s)
                 self._unsent_tokens += len(event.token_ids)
             elif isinstance(event, Finished):
-                held.ending = _ending(event)
+                held.ending = _ending(event, self._engine)
             else:
                 held.ending = failed(event.code, event.message)
 
@@ -292,9 +304,11 @@ class Outlet:
         elif answer.code == "stale":
             self._lose(held, answer.detail)
         elif answer.code == "ok":
-            held.watch, held.flushed = answer.watch, True
+            held.watched_by(answer.watch)
+            held.flushed = True
             self._drop_entries(held, len(held.entries))
-            for node in answer.watch.split():
+            nodes = answer.watch.split()
+            for node in nodes if held.ending is not None else filter(wants_tokens, nodes):
                 news.setdefault(node, []).append(held.lease.token)
             if held.ending is not None:
                 self._leave(held, held.ending.state, held.ending)
@@ -328,7 +342,7 @@ class Outlet:
             if answer.code == "stale":
                 self._lose(each, answer.detail)
             else:
-                each.watch = answer.watch
+                each.watched_by(answer.watch)
         self._next_renew_s = now_s + self._renew_s
 
     def _lose(self, held: Held, state: str) -> None:
@@ -357,10 +371,11 @@ class Outlet:
         return True
 
 
-def _ending(event: Finished) -> Ending:
+def _ending(event: Finished, engine: str) -> Ending:
     return Ending(
         state=jobs.state_of(tuple(output.finish_reason for output in event.outputs)),
         outputs=tuple(Output(o.text, o.finish_reason, o.tokens) for o in event.outputs),
         prompt_tokens=event.prompt_tokens,
         cached_tokens=event.cached_tokens,
+        engine=engine,
     )

@@ -130,6 +130,7 @@ class Rank:
             renew_ms=round(self._settings.worker.renew_seconds * 1000),
             stall_timeout_s=self._settings.worker.stall_timeout_seconds,
             on_left=self._left,
+            engine=self._card.fingerprint if engine.capability().batch_invariant else "",
         )
         self._intake = Intake(
             delivery, self._loop, self._outlet, card=self._card, vocabulary=engine.vocabulary, on_begun=self._begun

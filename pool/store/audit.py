@@ -3,6 +3,7 @@
 Each violation names the invariant it breaks:
 
     I1  every accepted job ends exactly once: unended jobs are in the index and reachable, ended ones are nowhere else
+    I2  the same request gives the same bytes: by running jobs again (tasks/rerun.py), never here
     I3  a job's log is gapless and unique, and says the same as its record
     I6  only the attempt that holds a lease runs: a running job has one lease, a lease one running job
     I7  no key leaks: what belongs to a job goes when the job goes, and an input's block lives as long as it is needed

@@ -78,7 +78,8 @@ class Taken:
 
 @dataclass(slots=True)
 class Ending:
-    """How a job ends: a terminal `state`, with outputs and usage or with an error."""
+    """How a job ends: a terminal `state`, with outputs and usage or with an error. `engine`: the fingerprint of one
+    that gives the same bytes for the same request, else ""."""
 
     state: str
     outputs: tuple[Output, ...] = ()
@@ -86,6 +87,7 @@ class Ending:
     cached_tokens: int = 0
     error_code: str = ""
     error_message: str = ""
+    engine: str = ""
 
     def fields(self) -> list[Value]:
         """The terminal record's fields, as name, value, name, value ..."""
@@ -97,6 +99,7 @@ class Ending:
             "prompt_tokens", self.prompt_tokens,
             "cached_tokens", self.cached_tokens,
             "output_tokens", sum(o.tokens for o in self.outputs),
+            *(("engine", self.engine) if self.engine else ()),
         ]  # fmt: skip
 
 

@@ -14,11 +14,18 @@ from pool.store.ids import JobRef
 
 PREFIX = "gp:"
 GROUP = "workers"
+#: Behind the name of a watching process: it waits for the job's end alone, hints in between would only cost it time.
+END_ONLY = "."
 
 
 def node_channel(node: str) -> str:
     """Pub/sub channel of one waiting process: messages are job tokens, separated by spaces, that have news."""
-    return f"{PREFIX}node:{node}"
+    return f"{PREFIX}node:{node.removesuffix(END_ONLY)}"
+
+
+def wants_tokens(node: str) -> bool:
+    """Whether a name in a job's `watch` field stands for a process that wants each token as it comes."""
+    return not node.endswith(END_ONLY)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,18 @@ class Site:
             check=False,
         )
 
+    def run_genpool(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `genpool ARGUMENTS` to its end."""
+        return subprocess.run(
+            [sys.executable, str(ROOT / "genpool.py"), *arguments],
+            cwd=ROOT,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
     def inspect(self, command: str) -> dict[str, Any]:
         """`celery inspect COMMAND`, by node."""
         done = self.celery("inspect", "--timeout", "3", "--json", command)

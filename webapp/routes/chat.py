@@ -34,14 +34,14 @@ def create() -> Response:
     if not asked.stream:
         return _sync(node, order)
     with node.places.handed_on():
-        waiter, view = submit_and_wait(node, order)
+        waiter, view = submit_and_wait(node, order, follows=True)
         renderer = ChatStream(view.record, include_usage=asked.include_usage)
         return stream_of(node, waiter, view, renderer, cancels=order.cancels)
 
 
 def _sync(node: Node, order: Order) -> Response:
     with node.places.held():
-        waiter, view = submit_and_wait(node, order)
+        waiter, view = submit_and_wait(node, order, follows=False)
         try:
             record, _ = wait_for_end(node, waiter, view, request.environ.get("gunicorn.socket"), cancels=order.cancels)
         finally:

@@ -72,7 +72,7 @@ def _shown(view: View) -> Response:
 
 def _sync(node: Node, order: Order) -> Response:
     with node.places.held():
-        waiter, view = submit_and_wait(node, order)
+        waiter, view = submit_and_wait(node, order, follows=False)
         try:
             record, entries = wait_for_end(
                 node, waiter, view, request.environ.get("gunicorn.socket"), cancels=order.cancels
@@ -87,5 +87,5 @@ def _sync(node: Node, order: Order) -> Response:
 
 def _stream(node: Node, order: Order) -> Response:
     with node.places.handed_on():
-        waiter, view = submit_and_wait(node, order)
+        waiter, view = submit_and_wait(node, order, follows=True)
         return stream_of(node, waiter, view, ResponsesStream(view.record), cancels=order.cancels)
