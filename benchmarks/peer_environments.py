@@ -17,6 +17,7 @@ REQUIREMENTS = {
     "celery": ("celery[redis]==5.6.3", "kombu==5.7.0", "redis==8.1.0", "hiredis==3.5.0"),
     "taskiq": ("taskiq==0.13.0", "taskiq-redis==1.2.4", "redis==8.1.0", "hiredis==3.5.0", "uvloop==0.23.0"),
     "dramatiq": ("dramatiq[redis]==2.2.1", "redis==8.1.0", "hiredis==3.5.0"),
+    "flask": ("flask==3.1.3", "gunicorn==27.0.1", "redis==8.1.0", "hiredis==3.5.0"),
 }
 
 

@@ -59,6 +59,11 @@ class Worker:
         self._process = command.start(log)
         self._log = log
 
+    @property
+    def pid(self) -> int:
+        """Of the process that was started; it leads the group of all others."""
+        return self._process.pid
+
     def check(self) -> None:
         """Raises RuntimeError, with its last words, when it has ended."""
         if self._process.poll() is not None:
@@ -124,12 +129,14 @@ class Dialogue:
     def stop(self) -> None:
         """Close its input, which ends it."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
 
 
 @contextmanager

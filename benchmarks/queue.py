@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks import report
-from benchmarks.peer_environments import REQUIREMENTS, environment
+from benchmarks.peer_environments import environment
 from benchmarks.processes import START_S, Command, Dialogue, Worker, module, state_server, wait_for
 from pool.store.connection import Client, connect
 from pool.store.keys import ModelKeys
@@ -238,7 +238,7 @@ def contestants(inflight: int, wanted: tuple[str, ...]) -> dict[str, Contestant]
     found = {
         "genpool": _genpool(_genpool_worker, inflight),
         "minimal loop": _genpool(_minimal_worker, inflight),
-        **{name: peer for kind in REQUIREMENTS for name, peer in _peers(kind, wanted).items()},
+        **{name: peer for kind in ("celery", *_OTHER_WORKERS) for name, peer in _peers(kind, wanted).items()},
     }
     return {name: each for name, each in found.items() if name.startswith(wanted)}
 

@@ -126,7 +126,7 @@ class WorkerSettings(Section):
         "longest step.",
     )
     flush_idle_ms: int = Field(
-        default=500, ge=1, le=5000, description="How often tokens of jobs that nobody watches are written to the log."
+        default=500, ge=1, le=5000, description="How often tokens of jobs that nobody streams are written to the log."
     )
 
     @model_validator(mode="after")

@@ -22,6 +22,7 @@ from tasks.maintenance import Maintenance
 from tasks.results import outbox_chore
 from tasks.services import Services
 from workers.rank import Rank
+from workers.trials import TrialGate
 from workers.visible import Visible
 
 log = logging.getLogger("genpool.host")
@@ -38,6 +39,7 @@ class Host:
         self._settings: Settings = services.settings
         self._limit = limit
         self._ranks: dict[str, Rank] = {}
+        self._gate = TrialGate()
         self._visible = Visible(worker)
         enabled = services.submitter.models()
         self._maintenance = Maintenance(services.sweeper, enabled, chores=[outbox_chore(worker.app, services, enabled)])
@@ -162,6 +164,7 @@ class Host:
             self._settings,
             self._worker.hostname,
             target if self._limit is None else min(target, self._limit),
+            gate=self._gate,
             on_begun=self._visible.begun,
             on_left=self._left,
         )

@@ -23,6 +23,7 @@ from tasks.ports import Failed, Generation, Runner, TokenIds
 from tasks.submission import fit, tokenize
 from tasks.vocabulary import Vocabulary
 from workers.outlet import STATE_ERRORS, Outlet
+from workers.trials import TrialGate
 
 log = logging.getLogger("genpool.intake")
 
@@ -58,6 +59,7 @@ class Intake:
         *,
         card: Card,
         vocabulary: Vocabulary,
+        gate: TrialGate,
         on_begun: OnBegun,
     ) -> None:
         self._delivery = delivery
@@ -65,6 +67,7 @@ class Intake:
         self._outlet = outlet
         self._card = card
         self._vocabulary = vocabulary
+        self._gate = gate
         self._on_begun = on_begun
         self._room = threading.Event()
         self._stopping = False
@@ -77,6 +80,7 @@ class Intake:
 
     def start(self) -> None:
         """Begin to run in a thread of its own."""
+        self._gate.join(self._outlet, self._runner)
         self._thread.start()
 
     def room(self) -> None:
@@ -110,6 +114,7 @@ class Intake:
                 if failures == 1:
                     log.warning("state server: %s; reading again as soon as it answers", type(error).__name__)
                 self._room.wait(RETRY_S)
+        self._gate.part(self._outlet)
         try:
             self._delivery.give_back([*self._unanswered.values(), *self._alone])
         except STATE_ERRORS as error:
@@ -126,28 +131,36 @@ class Intake:
             self._room.wait(ROOM_WAIT_S)
             # A full rank reads nothing, so it looks now and then whether its stream's group is still there.
             self._delivery.heal()
+        elif self._gate.closed_to(self._outlet):
+            self._room.wait(ALONE_WAIT_S)
         elif self._alone:
-            self._begin_alone(capacity.in_flight)
+            self._begin_alone()
         else:
-            self._begin(self._delivery.read(capacity.effective - capacity.in_flight, BLOCK_MS))
+            entries = self._delivery.read(capacity.effective - capacity.in_flight, BLOCK_MS)
+            if self._gate.closed_to(self._outlet):
+                # Another rank of this process has put a job on trial meanwhile.
+                self._alone.extend(entries)
+            else:
+                self._begin(entries)
 
-    def _begin_alone(self, in_flight: int) -> None:
-        """A job on trial waits: read nothing until this rank is empty enough for it, then begin it, and nothing beside
-        it until it has shown a token."""
-        if self._outlet.has_unproven():
+    def _begin_alone(self) -> None:
+        """A job on trial waits: read nothing until the process is empty enough for it, then begin it, and nothing
+        beside it until it has shown a token."""
+        gate, outlet = self._gate, self._outlet
+        if not gate.enter(outlet) or gate.has_unproven():
             self._room.wait(ALONE_WAIT_S)
             return
-        found = self._delivery.begin_alone(self._alone[0], AMONG_PROVEN if in_flight else ALL_ALONE)
+        found = self._delivery.begin_alone(self._alone[0], ALL_ALONE if gate.is_empty() else AMONG_PROVEN)
         if isinstance(found, Entry):
             self._room.wait(ROOM_WAIT_S)
             return
         self._alone.popleft()
-        if found is None:
-            return
-        self._submit(found)
-        while not self._stopping and self._outlet.is_unproven(found):
-            self._room.wait(ALONE_WAIT_S)
-            self._keep_waiting()
+        if found is not None:
+            self._submit(found)
+            while found.alone and not self._stopping and outlet.is_unproven(found):
+                self._room.wait(ALONE_WAIT_S)
+                self._keep_waiting()
+        gate.leave(outlet)
 
     def _keep_waiting(self) -> None:
         """Entries that wait have no lease: without this, the sweep would take them for a dead reader's."""

@@ -98,16 +98,20 @@ class Held:
 class Watchdog:
     """Tells whether a runner's turn counter has stood still for too long; asked at least once a second by several."""
 
-    def __init__(self, runner: Runner, timeout_s: float) -> None:
+    def __init__(self, runner: Runner, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._runner = runner
         self._timeout_s = timeout_s
-        self._seen = (runner.progress(), time.monotonic())
+        self._clock = clock
+        self._asked_s = clock()
+        self._seen = (runner.progress(), self._asked_s)
 
     def is_stalled(self) -> bool:
-        """Whether no turn was made since the timeout."""
-        turns, now_s = self._runner.progress(), time.monotonic()
-        if turns != self._seen[0]:
+        """Whether no turn was made since the timeout. Nobody asking for half of it means that the whole process was
+        stopped: then the runner has its time again."""
+        turns, now_s = self._runner.progress(), self._clock()
+        if turns != self._seen[0] or now_s - self._asked_s > self._timeout_s / 2:
             self._seen = (turns, now_s)
+        self._asked_s = now_s
         return now_s - self._seen[1] > self._timeout_s
 
 

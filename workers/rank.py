@@ -30,6 +30,7 @@ from workers.engines import load_engine
 from workers.intake import Intake, reading_client
 from workers.loop import BatchingLoop
 from workers.outlet import STATE_ERRORS, Outlet
+from workers.trials import TrialGate
 from workers.weights import ensure_weights
 
 log = logging.getLogger("genpool.rank")
@@ -45,10 +46,18 @@ OnLeft = Callable[[Handout, str, Ending | None], None]
 
 class Rank:
     """Loads `model` and serves it until stopped. `node`: this process's Celery node name; `limit`: generations in
-    flight."""
+    flight; `gate`: shared with the process's other ranks."""
 
     def __init__(
-        self, model: str, settings: Settings, node: str, limit: int, *, on_begun: OnBegun, on_left: OnLeft
+        self,
+        model: str,
+        settings: Settings,
+        node: str,
+        limit: int,
+        *,
+        gate: TrialGate,
+        on_begun: OnBegun,
+        on_left: OnLeft,
     ) -> None:
         self.model = model
         self.state = LOADING
@@ -59,6 +68,7 @@ class Rank:
         self._id = node
         self._incarnation = secrets.token_hex(8)
         self._limit = limit
+        self._gate = gate
         self._on_begun = on_begun
         self._on_left = on_left
         url = state_url(settings)
@@ -133,7 +143,13 @@ class Rank:
             engine=self._card.fingerprint if engine.capability().batch_invariant else "",
         )
         self._intake = Intake(
-            delivery, self._loop, self._outlet, card=self._card, vocabulary=engine.vocabulary, on_begun=self._begun
+            delivery,
+            self._loop,
+            self._outlet,
+            card=self._card,
+            vocabulary=engine.vocabulary,
+            gate=self._gate,
+            on_begun=self._begun,
         )
         self._registry.publish(self._card)
         self._loop.start(self._outlet)

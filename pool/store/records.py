@@ -5,8 +5,8 @@ celery task_id watch run_timeout_ms tombstone_ms created_ms`, and either `input 
 `blocks prompt_blocks`: the ids of their blocks (pool/store/inputs.py), the prompt's first, and how many those are.
 Changing as it runs: `state entry attempt nonce rank tokens begun_tokens started_ms`, and of lost attempts `losses
 crashes blamed suspect`. Written with the end: `finished_ms outputs prompt_tokens cached_tokens output_tokens engine
-error_code error_message`; a job with `store: false` then loses its prompt and input, and of any job's blocks only those of the
-input stay listed.
+error_code error_message`; a job with `store: false` then loses its prompt and input, and of any job's blocks only
+those of the input stay listed.
 """
 
 from __future__ import annotations

@@ -155,7 +155,10 @@ class Readers:
     def stop(self) -> None:
         """Begin no more streams, and wait for the ends of those that run."""
         self._stopping.set()
-        threading.Timer(2 * LOST_S, self._giving_up.set).start()
+        deadline_s = time.monotonic() + 2 * LOST_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._giving_up.set()
         for thread in self._threads:
             thread.join()
 
