@@ -7,6 +7,8 @@ the caller who knows that it is. RESP2 is pinned because reply shapes differ bet
 
 from __future__ import annotations
 
+import queue
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -25,18 +27,41 @@ Client: TypeAlias = Any
 COMMAND_TIMEOUT_S = 5.0
 
 
+class _FreeConnections(queue.LifoQueue[Any]):
+    """The free connections of a pool. Busy is not away: whoever waits for one gives up only when none came back in
+    working order during all of its timeout, however many others wait."""
+
+    _came_back_s = 0.0
+
+    def _put(self, item: Any) -> None:
+        if item is not None and item.is_connected:
+            self._came_back_s = time.monotonic()
+        super()._put(item)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """As LifoQueue's."""
+        while True:
+            asked_s = time.monotonic()
+            try:
+                return super().get(block, timeout)
+            except queue.Empty:
+                if not block or self._came_back_s < asked_s:
+                    raise
+
+
 def connect(
     url: str, *, max_connections: int = 8, timeout_s: float = COMMAND_TIMEOUT_S, read_timeout_s: float | None = None
 ) -> Client:
     """A client whose callers wait for a free connection instead of opening ever more.
 
-    `timeout_s`: for a free connection, for connecting, and for a reply; `read_timeout_s`: for a reply, if that takes
-    longer. It must exceed every BLOCK the client uses.
+    `timeout_s`: for a free connection (while none comes back), for connecting, and for a reply; `read_timeout_s`: for
+    a reply, if that takes longer. It must exceed every BLOCK the client uses.
     """
     pool = redis.BlockingConnectionPool.from_url(
         url,
         max_connections=max_connections,
         timeout=timeout_s,
+        queue_class=_FreeConnections,
         socket_timeout=timeout_s if read_timeout_s is None else read_timeout_s,
         socket_connect_timeout=timeout_s,
         retry=Retry(NoBackoff(), 0),

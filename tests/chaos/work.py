@@ -22,7 +22,7 @@ DOORS = {
     "canceller": 6,
 }
 #: One job in so many kills every worker that runs it.
-POISON_EVERY = 150
+POISON_EVERY = 400
 #: Distinct requests to the real engine.
 TINY_POOL = 24
 MAX_TOKENS = 240
