@@ -30,6 +30,7 @@ from pool.store.records import JobRecord
 from pool.store.server import StateServer
 from tasks.client import Client as JobClient
 from tasks.config import Settings, load_configuration
+from tasks.payloads import GenerationRequest, Sampling, TextPrompt
 from tests.processes import free_port, is_running
 from tests.waiting import wait_until
 
@@ -299,6 +300,15 @@ class System:
         answer = self.http.post(url, json={"model": SCRIPTED, "input": script, "background": True, **body})
         assert answer.status_code == 200, answer.text
         self.accepted.append(answer.json()["id"])
+        return self.accepted[-1]
+
+    def submit_choices(self, script: str, n: int) -> str:
+        """A job of `n` choices, straight to the state server; its id, which is also kept in `accepted`."""
+        prompt = TextPrompt(text=f"{script}\n")
+        request = GenerationRequest(
+            model=SCRIPTED, prompt=prompt, sampling=Sampling(temperature=0.0), n=n, max_tokens=200
+        )
+        self.accepted.append(self.jobs.submit(request))
         return self.accepted[-1]
 
     def poll(self, job: str, *, api: int = 0) -> dict[str, Any]:
