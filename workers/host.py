@@ -45,7 +45,7 @@ class Host:
         self._maintenance = Maintenance(services.sweeper, enabled, chores=[outbox_chore(worker.app, services, enabled)])
         self._stopping = threading.Event()
         self._stop_lock = threading.Lock()
-        self._thread = threading.Thread(target=self._follow, name="genpool-host", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="genpool-host", daemon=True)
 
     def start(self) -> None:
         """Begin to serve the worker's queues."""
@@ -128,6 +128,15 @@ class Host:
         return True
 
     # -- the host's thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except BaseException as error:
+            # Without this thread nothing is served and no stall is seen, though the process answers pings.
+            log.critical("the worker's own thread died (%s); ending this worker", type(error).__name__)
+            celery_state.should_terminate = 1
+            raise
 
     def _follow(self) -> None:
         while not self._stopping.is_set():
