@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
@@ -30,6 +31,9 @@ def tie_to_parent(parent_pid: int, signal_number: int) -> None:
 def main() -> None:
     parent_pid, signal_number, program = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     tie_to_parent(parent_pid, signal_number)
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        # A shell starts background commands with these ignored, and the program would inherit that.
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(program, sys.argv[3:])
     except OSError as error:

@@ -13,6 +13,7 @@ import json
 import random
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -229,6 +230,8 @@ def main() -> int:
     )
     options = parser.parse_args()
     seed = secrets.randbits(31) if options.seed is None else options.seed
+    # A shell starts background commands with this one ignored, and a worker would inherit that until Celery is up.
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     folder = Path(tempfile.mkdtemp(prefix="genpool-chaos-"))
     print(f"seed {seed}, {options.seconds:g} s, {options.rate:g} jobs/s, logs in {folder}", flush=True)
     run = Run(folder, seed=seed, seconds=options.seconds, rate=options.rate)

@@ -334,6 +334,21 @@ def test_a_child_outlives_the_thread_that_asked_for_it() -> None:
             process.kill()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT], ids=lambda number: number.name)
+def test_a_child_can_be_stopped_though_its_starter_ignores_the_signal(number: signal.Signals) -> None:
+    """As it is under a shell's `&`: what the child has not yet a handler for has to end it."""
+    code = (
+        "import signal, subprocess, sys; from pool.store import leash\n"
+        f"signal.signal({int(number)}, signal.SIG_IGN)\n"
+        "child = leash.spawn(['sleep', '30'], stdout=subprocess.DEVNULL)\n"
+        "import time, pathlib\n"
+        "while pathlib.Path(f'/proc/{child.pid}/comm').read_text() != 'sleep\\n': time.sleep(0.01)\n"
+        f"child.send_signal({int(number)}); print(child.wait(10))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert int(done.stdout) == -number
+
+
 def test_a_program_that_does_not_exist_is_reported_by_name(output: io.StringIO) -> None:
     """The reason of a failed start is among the child's last lines."""
     supervisor = Supervisor([[Child(name="flower", argv=["/nonexistent/program"])]], stream=output, policy=QUICK)
