@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-.PHONY: help run test cancels lint chaos chaos-long recovery clean
+.PHONY: help run test test-redis7 cancels faults-long lint chaos chaos-long recovery clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,13 @@ test: lint ## Lint, then run all tests.
 
 cancels: $(STAMP) ## Leave 1,000 generations at random moments; nothing may be left of them (SEED=N replays).
 	CANCELS=1000 $(if $(SEED),SEED=$(SEED)) $(BIN)/python -m pytest -q tests/faults/test_leaving.py
+
+test-redis7: $(STAMP) ## Run the store's and the state server's tests on Redis 7.0, every Lua verb included.
+	redis7=$$($(BIN)/python -m tests.redis7) && EVERY_VERB=1 GENPOOL_VALKEY_SERVER="$$redis7" \
+		$(BIN)/python -m pytest -q tests/store tests/integration/test_state_server.py
+
+faults-long: $(STAMP) ## Do every fault of the state server on both servers, with all settings.
+	FAULTS=long $(BIN)/python -m pytest -q tests/faults/test_state_server.py
 
 lint: $(STAMP) ## Check format, style, types, the layers' borders, file lengths and Lua headers.
 	$(BIN)/ruff format --check .

@@ -85,11 +85,17 @@ def completed(*texts: str) -> Ending:
     return Ending("completed", tuple(Output(text, "stop", 1) for text in texts), prompt_tokens=3)
 
 
+def swept_steadily(client: Client, *, ago_ms: int = 0, model: str = "tiny") -> None:
+    """As if sweeps of the model had come steadily until `ago_ms` ago."""
+    seconds, micros = client.time()
+    at_ms = seconds * 1000 + micros // 1000
+    client.hset(ModelKeys(f"{model}:0").sweep, mapping={"last_ms": at_ms - ago_ms, "hold_until_ms": 0})
+
+
 def give_up(client: Client, rank: Delivery, *, model: str = "tiny") -> None:
     """Have the rank begin all queued jobs of the model, and have them fail as poison, as if it had died with each."""
     keys = ModelKeys(f"{model}:0")
     held = rank.take(100, 100).handouts
-    seconds, micros = client.time()
-    client.hset(keys.sweep, mapping={"last_ms": seconds * 1000 + micros // 1000, "hold_until_ms": 0})
+    swept_steadily(client, model=model)
     client.zadd(keys.leases, {handout.lease.token: 1 for handout in held})
     assert sweeper(client, max_deliveries=1).sweep(model).poisoned == len(held)

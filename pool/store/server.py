@@ -27,6 +27,7 @@ from pool.errors import ConfigurationError, StateUnavailable
 from pool.store import leash
 from pool.store.connection import connect
 from pool.store.server_binary import find_binary
+from pool.store.torn_log import cut_torn_transaction
 
 #: `sun_path` holds 108 bytes on Linux, 104 on macOS, a closing NUL included.
 SOCKET_PATH_BYTES = 103
@@ -158,7 +159,7 @@ class StateServer:
         return () if self._lock_fd is None else (self._lock_fd,)
 
     def acquire(self) -> None:
-        """Make the folder, take its lock, put an old large log aside. Idempotent.
+        """Make the folder, take its lock, put an old large log aside, cut a torn end off the data. Idempotent.
 
         Raises ConfigurationError when somebody else holds the lock, or the folder cannot be used.
         """
@@ -170,6 +171,7 @@ class StateServer:
                 _private_folder(socket_path(self.folder).parent, self.folder)
             self._lock_fd = _lock(self.folder, self.url)
             _rotate(self.log_path)
+            cut_torn_transaction(self.folder)
         except OSError as error:
             raise ConfigurationError(
                 f"The state folder {self.folder} cannot be used: {error.strerror}", param="state.folder"

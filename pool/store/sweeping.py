@@ -85,7 +85,14 @@ class Sweeper:
 
         def expire(timer: list[str], blocks: Sequence[str]) -> Command:
             kind, token = timer
-            return script("expire")(**keys.ending(token, blocks), kind=kind, token=token, ttl=self._result_ttl_ms)
+            return script("expire")(
+                **keys.ending(token, blocks),
+                sweep=keys.sweep,
+                kind=kind,
+                token=token,
+                ttl=self._result_ttl_ms,
+                lease=self._lease_ms,
+            )
 
         expired = 0
         for (_, token), reply in zip(timers, run_endings(self._client, timers, expire), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from pool.store.connection import Client, connect
 from pool.store.delivery import Delivery
 from pool.store.jobs import JobStore
+from pool.store.scripts import all_scripts
 from pool.store.server import StateServer
 from tests import builders
 from tests.processes import free_port
@@ -27,6 +29,24 @@ def state_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StateServ
         wait_until(lambda: client.cluster("INFO")["cluster_state"] == "ok", description="the cluster to be up")
         client.connection_pool.disconnect()
         yield server
+
+
+@pytest.fixture(scope="session")
+def verbs_run() -> Iterator[set[str]]:
+    """Names of the verbs that tests ran. With EVERY_VERB in the environment all of them must be there in the end."""
+    names: set[str] = set()
+    yield names
+    if os.environ.get("EVERY_VERB"):
+        assert {verb.name for verb in all_scripts()} - names == set(), "verbs that no test ran on this server"
+
+
+@pytest.fixture(autouse=True)
+def note_verbs(request: pytest.FixtureRequest, client: Client, verbs_run: set[str]) -> Iterator[None]:
+    """A verb is loaded when it is first run; the emptied server of a test knows none."""
+    yield
+    if request.path.name != "test_scripts.py":  # there they are loaded without being run
+        loaded = client.script_exists(*(verb.sha for verb in all_scripts()))
+        verbs_run |= {verb.name for verb, known in zip(all_scripts(), loaded, strict=True) if known}
 
 
 @pytest.fixture

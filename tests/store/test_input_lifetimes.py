@@ -17,7 +17,7 @@ from pool.store.inputs import BLOCK_BYTES, INLINE_BYTES, blocks_of, read_input
 from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
 from pool.store.records import NewJob
-from tests.builders import completed, new_job, sweeper
+from tests.builders import completed, new_job, sweeper, swept_steadily
 
 KEYS = ModelKeys("tiny:0")
 TEXT = "".join(random.Random(3).choices("abcdefgh ", k=4 * BLOCK_BYTES))
@@ -126,6 +126,7 @@ class Lives(RuleBasedStateMachine):
         if unended := [life for life in self.lives if not life.ended]:
             life = data.draw(st.sampled_from(unended))
             self.client.zadd(KEYS.timers, {f"{kind}:{life.job.ref.token}": 1})
+            swept_steadily(self.client)
             assert sweeper(self.client).sweep("tiny").expired == 1
             life.ended = True
 
@@ -135,8 +136,7 @@ class Lives(RuleBasedStateMachine):
         if running := self.running():
             life = data.draw(st.sampled_from(running))
             self.client.zadd(KEYS.leases, {life.job.ref.token: 1})
-            seconds, micros = self.client.time()
-            self.client.hset(KEYS.sweep, mapping={"last_ms": seconds * 1000 + micros // 1000, "hold_until_ms": 0})
+            swept_steadily(self.client)
             swept = sweeper(self.client, max_deliveries=cap).sweep("tiny")
             assert swept.requeued + swept.poisoned == 1
             life.handout, life.ended = None, swept.poisoned == 1

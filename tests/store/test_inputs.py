@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pool.errors import GenerationFailed, QueueFull
@@ -70,6 +70,7 @@ def complete(rank: Delivery, handout: Handout) -> None:
 # -- cutting ---------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(size=st.integers(0, 3_000_000), more=st.integers(1, 300_000))
 def test_a_longer_text_shares_all_blocks_but_the_last(size: int, more: int) -> None:
     """Cuts depend on the beginning alone, so appending changes only the block that was not full."""

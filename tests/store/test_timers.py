@@ -9,7 +9,7 @@ from pool.store.delivery import Delivery
 from pool.store.handouts import Write
 from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
-from tests.builders import completed, entry, new_job, sweeper
+from tests.builders import LEASE_MS, completed, entry, new_job, sweeper, swept_steadily
 
 KEYS = ModelKeys("tiny:0")
 
@@ -87,10 +87,28 @@ def test_a_job_without_its_reader_is_cancelled(store: JobStore, client: Client) 
         store.submit(job)
         due(client, "reader", job.ref.token)
     store.read_on([kept.ref], 50_000)
+    swept_steadily(client)
     assert sweeper(client).sweep("tiny").expired == 1
     assert store.read(left.ref).state == "cancelled"
     assert store.read(kept.ref).state == "queued"
     store.cancel(kept.ref)
+
+
+def test_a_reader_that_had_no_server_to_tell_is_not_gone(store: JobStore, client: Client) -> None:
+    """After a gap in the sweeps, as a stall or a restart of the server leaves it, no reader's time is up for a lease;
+    other timers keep their time."""
+    job, late = new_job(reader_ms=50_000), new_job()
+    for each, kind in ((job, "reader"), (late, "queue")):
+        store.submit(each)
+        due(client, kind, each.ref.token)
+    swept_steadily(client, ago_ms=LEASE_MS)
+    assert [sweeper(client).sweep("tiny").expired for _ in range(2)] == [1, 0]
+    assert store.read(late.ref).error_code == "queue_timeout"
+    assert store.read(job.ref).state == "queued"
+    store.read_on([job.ref], 50_000)
+    swept_steadily(client)
+    assert sweeper(client).sweep("tiny").expired == 0
+    store.cancel(job.ref)
 
 
 def test_a_reader_may_leave_without_ending_the_job(store: JobStore, client: Client) -> None:

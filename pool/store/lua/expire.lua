@@ -7,10 +7,12 @@
 -- KEY outbox zset
 -- KEY timers zset
 -- KEY tombstone string
+-- KEY sweep hash
 -- KEYS blocks hash those of its input, in order
 -- ARG kind str queue, run, deadline or reader
 -- ARG token str
 -- ARG ttl ms
+-- ARG lease ms
 -- INCLUDE clock inputs finish
 -- FLAGS allow-oom
 -- RETURN {"failed", watch, rank} | {"cancelled", watch, rank} | {"early"} | {"void"}
@@ -20,6 +22,12 @@ local timer = kind .. ':' .. token
 local due_ms = redis.call('ZSCORE', timers, timer)
 if not due_ms then return {'void'} end
 if tonumber(due_ms) > at_ms then return {'early'} end
+if kind == 'reader' then
+  -- As with leases: a reader that had no server to tell that it is there is not gone.
+  local swept = redis.call('HMGET', sweep, 'last_ms', 'hold_until_ms')
+  local gap_ms = at_ms - tonumber(swept[1] or 0)
+  if gap_ms < 0 or gap_ms > lease / 2 or tonumber(swept[2] or 0) > at_ms then return {'early'} end
+end
 local seen = redis.call('HMGET', job, unpack(ENDING))
 local live = seen[1] == 'queued' or seen[1] == 'running'
 local unknown = live and undeclared(seen[11], blocks)

@@ -16,8 +16,9 @@ local function finish(keys, token, seen, state, ttl_ms, at_ms, values)
   local stored = seen[12] == '1'
   if seen[11] then release(keys.job, token, seen[11], keys.blocks, stored and at_ms + ttl_ms or 0) end
   if not stored then redis.call('HDEL', keys.job, 'input', 'prompt', 'blocks', 'prompt_blocks') end
-  redis.call('PEXPIRE', keys.job, ttl_ms)
-  redis.call('PEXPIRE', keys.log, ttl_ms)
+  -- To the instant that the blocks got: on Redis 7.0 time goes on within a script.
+  redis.call('PEXPIREAT', keys.job, at_ms + ttl_ms)
+  redis.call('PEXPIREAT', keys.log, at_ms + ttl_ms)
   redis.call('SET', keys.tombstone, '', 'PX', ttl_ms + tonumber(tombstone_ms))
   if celery == '1' then redis.call('ZADD', keys.outbox, at_ms, token) end
   return watch or '', rank or ''
