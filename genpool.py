@@ -186,9 +186,9 @@ def check(as_json: bool, rerun: int) -> None:
     require_state_server(settings)
     found = job_commands.audit(settings)
     if rerun:
-        compared, differing = audit_texts(settings, rerun)
-        found += differing
-        click.echo(f"{compared} texts compared.", err=True)
+        again = audit_texts(settings, rerun)
+        found += again.differing
+        click.echo(f"{again.compared} texts compared, {again.not_run} jobs could not be run again.", err=True)
     if as_json:
         click.echo(json.dumps([asdict(violation) for violation in found], indent=2))
     else:

@@ -36,7 +36,7 @@ class EndingWorker:
         )
         RankRegistry(writer, model).publish(card)
         self._delivery = Delivery(reader, writer, model, "bench-rank", lease_ms=LEASE_MS, result_ttl_ms=LEASE_MS)
-        self._delivery.ensure_group()
+        self._delivery.heal()
 
     def take(self) -> list[Handout]:
         """Jobs that wait, begun; none when there is none for a second."""

@@ -143,10 +143,17 @@ class LimitSettings(Section):
         default=1024, ge=1, le=1_000_000, description="Choices (`n` of each job) a model holds, queued and running."
     )
     queue_timeout_seconds: float = Field(
-        default=600, gt=0, le=604_800, description="A job that no worker has begun after this long fails."
+        default=600,
+        gt=0,
+        le=604_800,
+        description="A job that waits this long for a worker to begin it fails. One that goes back to the queue waits "
+        "anew.",
     )
     run_timeout_seconds: float = Field(
-        default=3600, gt=0, le=604_800, description="A job that has not ended this long after it was begun fails."
+        default=3600,
+        gt=0,
+        le=604_800,
+        description="A job that has run this long fails. Time in which it waits for another worker does not count.",
     )
     body_bytes: int = Field(default=8 * 2**20, ge=1024, le=2**30, description="Largest request body.")
 
@@ -163,7 +170,11 @@ class ModelSettings(Section):
         "`random:SEED` (a tiny model generated in code, for tests), or the path of a GGUF file.",
         min_length=1,
     )
-    enabled: bool = Field(default=True, description="Whether the model accepts requests.")
+    enabled: bool = Field(
+        default=True,
+        description="Whether the model accepts requests. Jobs of a disabled one end by their time limits; after one "
+        "that is removed nobody looks any more.",
+    )
     target_inflight: int = Field(
         default=1, ge=1, le=1024, description="Generations a replica runs at once, if its engine can."
     )

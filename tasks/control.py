@@ -5,6 +5,7 @@ celery -A tasks inspect ranks              the models this worker serves, and th
 celery -A tasks inspect engine             telemetry of each batching loop
 celery -A tasks control drain              finish what runs, hand back the rest, and exit
 celery -A tasks control revoke ID          cancel a generation, running or queued (overrides Celery's own)
+celery -A tasks control terminate SIG ID   the same, whatever the signal
 """
 
 from __future__ import annotations
@@ -66,3 +67,9 @@ def revoke(state: Any, task_id: Any, terminate: bool = False, signal: str | None
     ids = [str(each) for each in ([task_id] if isinstance(task_id, str) else task_id or [])]
     _host(state).cancel(ids)
     return control.revoke(state, ids, terminate=terminate, signal=signal, **options)
+
+
+@control_command(name="terminate", variadic="task_id", args=[("signal", str)], signature="<signal> [id1 [... [idN]]]")
+def terminate(state: Any, signal: str, task_id: Any, **options: Any) -> Any:
+    """As `revoke`; no signal is sent to anybody."""
+    return revoke(state, task_id, terminate=True, signal=signal, **options)

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from pool.errors import GenpoolError
 from pool.store.sweeping import Sweeper
@@ -37,7 +38,8 @@ class Maintenance:
         self._every_s = every_s
         self._wake = threading.Event()
         self._stopping = False
-        self._failing = False
+        #: What fails just now: models, chores, "" for the state server.
+        self._failing: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="genpool-maintenance", daemon=True)
 
     def start(self) -> None:
@@ -69,27 +71,39 @@ class Maintenance:
         self.turn(sweeps=False)
 
     def turn(self, *, sweeps: bool = True) -> None:
-        """One sweep of each model and each chore; failures are logged once until they pass. Whatever fails, the thread
-        goes on: without it, nobody takes a dead worker's jobs."""
+        """One sweep of each model and each chore. Whatever fails, the thread goes on: without it, nobody takes a dead
+        worker's jobs. A state server that is away ends the turn; anything else stays with the model it befell."""
+        parts: list[tuple[str, Callable[[], None]]] = []
+        if sweeps:
+            parts += [(model, partial(self._sweep, model)) for model in self._models]
+        parts += [("chore", chore) for chore in self._chores]
         try:
-            for model in self._models if sweeps else ():
-                swept = self._sweeper.sweep(model)
-                if swept.requeued or swept.poisoned:
-                    log.warning(
-                        "%s: %d jobs of lost workers requeued, %d failed", model, swept.requeued, swept.poisoned
-                    )
-            for chore in self._chores:
-                chore()
+            for name, part in parts:
+                self._attempt(name, part)
         except (GenpoolError, OSError) as error:
-            self._failed(type(error).__name__)
-        except Exception as error:  # noqa: BLE001 - see above
+            self._failed("", type(error).__name__)
+        else:
+            self._failing.discard("")
+
+    def _sweep(self, model: str) -> None:
+        swept = self._sweeper.sweep(model)
+        if swept.requeued or swept.poisoned:
+            log.warning("%s: %d jobs of lost workers requeued, %d failed", model, swept.requeued, swept.poisoned)
+
+    def _attempt(self, name: str, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except (GenpoolError, OSError):
+            raise
+        except Exception as error:  # noqa: BLE001 - see `turn`
             # The place, never the values: messages of libraries may quote their input.
             place = "".join(traceback.format_tb(error.__traceback__))
-            self._failed(f"unexpected {type(error).__name__}\n{place}")
+            self._failed(name, f"{name}: unexpected {type(error).__name__}\n{place}")
         else:
-            self._failing = False
+            self._failing.discard(name)
 
-    def _failed(self, what: str) -> None:
-        if not self._failing:
+    def _failed(self, name: str, what: str) -> None:
+        """Say so once, until it passes."""
+        if name not in self._failing:
             log.warning("maintenance: %s", what)
-        self._failing = True
+        self._failing.add(name)

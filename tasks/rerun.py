@@ -8,10 +8,12 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain
 
 from pydantic import ValidationError
 
-from pool.errors import GenpoolError, InvalidRequest
+from pool.errors import GenpoolError, InvalidRequest, JobUnknown, StateUnavailable
 from pool.store.audit import Violation
 from pool.store.connection import Client, state_errors
 from pool.store.ids import JobRef, new_ref
@@ -46,24 +48,32 @@ def request_of(model: str, job: StoredJob) -> GenerationRequest:
         raise InvalidRequest("Its stored request is not one of this version of genpool.") from None
 
 
-def audit_texts(settings: Settings, count: int) -> tuple[int, list[Violation]]:
-    """Run up to `count` ended jobs of each model again and compare their texts; how many were compared, and those that
-    differ (I2).
+@dataclass(frozen=True, slots=True)
+class Reruns:
+    """`compared` jobs ran again to their end, `not_run` did not; `differing`: of those compared, the ones that gave
+    another text (I2)."""
+
+    compared: int
+    not_run: int
+    differing: tuple[Violation, ...]
+
+
+def audit_texts(settings: Settings, count: int) -> Reruns:
+    """Run up to `count` ended jobs of each model again and compare their texts.
 
     Only jobs that completed on an engine which declares the same bytes, with the weights that are loaded now, and whose
-    input was kept, can be compared. They wait in the queue like any other. Raises StateUnavailable.
+    input was kept, can be compared. They wait in the queue like any other, and a second run that is refused, or ends
+    without its text, tells nothing. Raises StateUnavailable.
     """
-    compared = 0
-    violations: list[Violation] = []
+    found: list[list[Violation] | None] = []
     with closing(open_services(settings, max_connections=1)) as services:
         for model in services.submitter.models():
             candidates = list(_comparable(services.client, model))
             chosen = random.sample(candidates, min(count, len(candidates)))
-            again = {ref: new for ref in chosen if (new := _submit(services, ref)) is not None}
-            for ref, new in again.items():
-                compared += 1
-                violations += _differences(services, ref, _ended(services, new))
-    return compared, violations
+            again = [(ref, _submit(services, ref)) for ref in chosen]
+            found += [None if new is None else _differences(services, ref, new) for ref, new in again]
+    compared = [violations for violations in found if violations is not None]
+    return Reruns(len(compared), len(found) - len(compared), tuple(chain.from_iterable(compared)))
 
 
 def _comparable(client: Client, model: str) -> Iterator[JobRef]:
@@ -77,7 +87,7 @@ def _comparable(client: Client, model: str) -> Iterator[JobRef]:
 
 
 def _submit(services: Services, ref: JobRef) -> JobRef | None:
-    """None: this one cannot be asked for again (its input was not kept, or it expired meanwhile)."""
+    """None: this one cannot be run again now (its input was not kept, it expired meanwhile, the queue is full)."""
     try:
         job = stored_job(services.client, ref)
         if job is None:
@@ -85,21 +95,27 @@ def _submit(services: Services, ref: JobRef) -> JobRef | None:
         return services.submitter.submit(
             request_of(ref.model, job), door="celery", background=True, store=False, tenant=job.tenant
         )
-    except InvalidRequest:
+    except StateUnavailable:
+        raise
+    except GenpoolError:
         return None
+
+
+def _differences(services: Services, ref: JobRef, new: JobRef) -> list[Violation] | None:
+    """Whether the second run gave the same; None: one of both has expired, or the second ended without its text."""
+    try:
+        again = _ended(services, new)
+        first = services.store.read(ref)
+    except JobUnknown:
+        return None
+    if not again.outputs:
+        return None
+    if first.outputs == again.outputs:
+        return []
+    return [Violation("I2", ref.token, f"run again with the same seed, it gave another text (job {again.id})")]
 
 
 def _ended(services: Services, ref: JobRef) -> JobRecord:
     while not (record := services.store.read(ref)).terminal:
         time.sleep(POLL_S)
     return record
-
-
-def _differences(services: Services, ref: JobRef, again: JobRecord) -> Iterator[Violation]:
-    try:
-        first = services.store.read(ref)
-    except GenpoolError:
-        return  # it expired while we ran it again
-    if first.outputs != again.outputs:
-        how = f"ended {again.state}" if again.state != first.state else "gave another text"
-        yield Violation("I2", ref.token, f"run again with the same seed, it {how} (job {again.id})")

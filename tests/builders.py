@@ -17,6 +17,8 @@ from tasks.payloads import GenerationRequest, Sampling, TextPrompt
 
 LEASE_MS = 3000
 RESULT_TTL_MS = 60_000
+#: How much longer than the record its log and its input stay.
+LINGER_MS = 60_000
 
 
 def request(**fields: Any) -> GenerationRequest:
@@ -60,7 +62,7 @@ def delivery(url: str, rank: str = "rank-a", *, model: str = "tiny", lease_ms: i
         lease_ms=lease_ms,
         result_ttl_ms=RESULT_TTL_MS,
     )
-    made.ensure_group()
+    made.heal()
     return made
 
 

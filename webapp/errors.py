@@ -153,8 +153,9 @@ def status_of(error: GenpoolError) -> int:
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 
-def answer_for(error: GenpoolError, *, job: str | None = None) -> Answer:
-    """Status, body and headers for an error of ours; `job` is the id it is about, if there is one to look up."""
+def answer_for(error: GenpoolError, *, job: str | None = None, keyed: bool = False) -> Answer:
+    """Status, body and headers for an error of ours; `job` is the id it is about, if there is one to look up. `keyed`:
+    a resend would find the same job again."""
     status = status_of(error)
     headers: dict[str, str] = {}
     extra: dict[str, Any] = {}
@@ -164,7 +165,7 @@ def answer_for(error: GenpoolError, *, job: str | None = None) -> Answer:
         headers |= {"Retry-After": "1", "x-should-retry": "true"}
     elif isinstance(error, NotReady):
         extra |= {"missing": error.missing}
-    elif isinstance(error, GenerationFailed) and error.code == "queue_timeout":
+    elif isinstance(error, GenerationFailed) and error.code == "queue_timeout" and not keyed:
         # Nothing stays enqueued, so coming back later is right.
         headers |= {"Retry-After": "5", "x-should-retry": "true"}
     elif status >= 500 or status in (408, 409, 429):

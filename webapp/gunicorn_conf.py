@@ -3,7 +3,8 @@
 Stopping (SIGTERM): a process stops accepting; open Responses streams break within a second, so that their clients
 continue on another node from the last `sequence_number`; chat streams end with an error in band; synchronous requests
 may still finish for 2 s and are then answered with the id of their job, which goes on. Whatever is left after
-`graceful_timeout` is cut. No job is cancelled by a stop.
+`graceful_timeout` is cut. No job is cancelled by a stop, unless the state server is away all that time: whose reader is
+gone it learns only from the process.
 
 `timeout` is gunicorn's watch over a process's main thread, not a limit on requests: with threads, a request may take as
 long as it likes.
@@ -96,6 +97,14 @@ def post_worker_init(worker: Any) -> None:
     node = worker.wsgi.extensions["genpool"]
     node.stopping = lambda: not worker.alive
     node.maintenance.start()
+
+
+def worker_exit(server: Any, worker: Any) -> None:
+    """In the process that ends, after its last answer: what the state server was away for is told it yet, if it comes
+    back before the main process loses its patience. The main process, where no application lives, calls this too."""
+    application = getattr(worker, "wsgi", None)
+    if application is not None:
+        application.extensions["genpool"].waits.settle(server.cfg.graceful_timeout)
 
 
 def child_exit(server: Any, worker: Any) -> None:  # noqa: ARG001 - gunicorn's signature

@@ -93,11 +93,11 @@ class Node:
         """The callers' side of the store."""
         return self.services.store
 
-    def submit(self, job: NewJob, *, keyed: bool = False) -> None:
+    def submit(self, job: NewJob, *, key: str | None = None) -> None:
         """Store a job. While the state server refuses connections (a restart takes a moment) the same job is sent
         again, which is safe; not while it hangs, the caller has waited enough then. If that does not help, the job is
-        cancelled as soon as the server is back, since it may have arrived: a client may resend after a 503. A `keyed`
-        job stays, because the resend will find it.
+        cancelled as soon as the server is back, since it may be there and only the reply got lost: a client may resend
+        after a 503. A job with an Idempotency-Key stays, because the resend will find it.
 
         Raises QueueFull and StateUnavailable.
         """
@@ -105,12 +105,12 @@ class Node:
         while True:
             began_s = time.monotonic()
             try:
-                return self.store.submit(job)
+                return self.store.submit(job, key=key)
             except StateUnavailable:
                 hangs = time.monotonic() - began_s > AT_ONCE_S
                 pause_s = None if hangs else next(pauses_s, None)
                 if pause_s is None:
-                    if not keyed:
+                    if key is None:
                         self.waits.abandon_later(job.ref)
                     raise
             time.sleep(pause_s)
@@ -126,9 +126,10 @@ def make_node(settings: Settings) -> Node:
     services = open_services(settings, max_connections=CONNECTIONS, timeout_s=STATE_TIMEOUT_S)
     return Node(
         services=services,
-        waits=Waits(services.store, services.client, hold_ms=round(settings.server.orphan_grace_seconds * 1000)),
+        waits=Waits(services.store, services.client, grace_ms=round(settings.server.orphan_grace_seconds * 1000)),
         places=WaitingPlaces(settings.server.threads),
-        maintenance=Maintenance(services.sweeper, services.submitter.models()),
+        # Disabled models too: what they hold must end.
+        maintenance=Maintenance(services.sweeper, list(settings.models)),
     )
 
 

@@ -84,11 +84,11 @@ class JobStream:
         self._closed = True
         self._node.places.give_back()
         self._waiter.close()
-        if self._renderer.ended:
-            return
         if self._cut:
             # This node ends, the job goes on, and may be read elsewhere.
             self._node.waits.let_go(self._waiter.ref)
+            return
+        if self._renderer.ended:
             return
         if self._cancels:
             self._node.waits.abandon(self._waiter.ref)

@@ -21,6 +21,8 @@ from webapp.node import Node
 from webapp.waits import Waiter
 
 MAX_KEY_CHARS = 256
+#: A key outlives its job's id by this much: after an outage, or waiting again, a job ends later than its limits say.
+KEY_SLACK_MS = 3_600_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,11 @@ def submit_and_wait(node: Node, order: Order, *, follows: bool) -> tuple[Waiter,
 
     Raises what `Submitter.prepare` and `Node.submit` raise; then nothing stays enqueued.
     """
-    grace_ms = 0 if order.background else round(node.settings.server.orphan_grace_seconds * 1000)
     watch = node.waits.node_id if follows else node.waits.node_id + END_ONLY
-    job = _prepare(node, order, watch=watch, reader_ms=grace_ms)
+    job = _prepare(node, order, watch=watch, reader_ms=0 if order.background else node.waits.hold_ms)
     waiter = node.waits.open(job.ref)
     try:
-        view = _store(node, job, keyed=order.key is not None)
+        view = _store(node, job, order.key)
     except GenpoolError:
         waiter.close()
         raise
@@ -88,14 +89,15 @@ def submit_and_wait(node: Node, order: Order, *, follows: bool) -> tuple[Waiter,
 
 def submit_unwatched(node: Node, order: Order) -> View:
     """Store a job that nobody here waits for. Raises as `submit_and_wait` does."""
-    return _store(node, _prepare(node, order, watch="", reader_ms=0), keyed=order.key is not None)
+    return _store(node, _prepare(node, order, watch="", reader_ms=0), order.key)
 
 
 def _prepare(node: Node, order: Order, *, watch: str, reader_ms: int) -> NewJob:
     job = _build(node, order, watch=watch, reader_ms=reader_ms)
     if order.key is None:
         return job
-    ttl_ms = node.settings.state.result_ttl_seconds * 1000 + job.queue_timeout_ms + job.run_timeout_ms
+    result_ttl_ms = node.settings.state.result_ttl_seconds * 1000
+    ttl_ms = job.queue_timeout_ms + job.run_timeout_ms + result_ttl_ms + job.tombstone_ms + KEY_SLACK_MS
     bound = node.store.claim(job.tenant, order.key.value, job.ref, body_hash=order.key.body_hash, ttl_ms=ttl_ms)
     return job if bound is None else replace(job, ref=parse_ref(bound), task_id=bound)
 
@@ -117,12 +119,12 @@ def _build(node: Node, order: Order, *, watch: str, reader_ms: int) -> NewJob:
         raise
 
 
-def _store(node: Node, job: NewJob, *, keyed: bool) -> View:
-    node.submit(job, keyed=keyed)
-    with _nothing_left_behind(node, job.ref, keyed=keyed):
-        if keyed and job.watch:
-            # The job may be an earlier request's: this node must hear of it too.
-            node.store.watch(job.ref, job.watch)
+def _store(node: Node, job: NewJob, key: IdempotencyKey | None) -> View:
+    node.submit(job, key=None if key is None else key.value)
+    with _nothing_left_behind(node, job.ref, keyed=key is not None):
+        if key is not None and job.watch:
+            # The job may be an earlier request's, whose reader is gone: this node is one now, and must hear of it.
+            node.store.watch(job.ref, job.watch, hold_ms=node.waits.hold_ms)
         return node.store.view(job.ref)
 
 

@@ -8,6 +8,7 @@
 | a third of the orphan grace has passed | the store is told that the jobs waited for here still have a reader |
 | the state server is away | the reader backs off and tries again; waiters time out by their own clocks |
 | the state server is read-only | the reader goes on reading; what it has to write waits |
+| a request could not tell the state server what becomes of its job | the reader tells it as soon as it is back |
 
 A waiter is registered before its job is submitted, so no hint can come too early. The hint is only a hint: what waiters
 receive are views of the record and its log, each from the waiter's own cursor, in order and without gaps.
@@ -24,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import redis
 
@@ -44,6 +46,7 @@ LOOKED_AT = 25
 BACKOFF_S = (0.05, 2.0)
 #: After a write that the state server did not take.
 MUTE_S = 0.3
+SETTLE_S = 0.05
 
 #: Told how many more (or fewer) there are now; called by several threads.
 OnCount = Callable[[int], None]
@@ -115,8 +118,11 @@ class Waiter:
 class Waits:
     """The reader and its waiters. The thread starts with the first waiter of a process, never before a fork."""
 
-    def __init__(self, store: JobStore, client: Client, *, hold_ms: int) -> None:
-        self._hold_ms = hold_ms
+    def __init__(self, store: JobStore, client: Client, *, grace_ms: int) -> None:
+        self._every_hold_s = grace_ms / 3000
+        #: How long a job is held for its reader each time. It dies just before the next time at worst: even then nobody
+        #: has waited for the whole grace when this is over.
+        self.hold_ms = grace_ms * 4 // 3
         self._next_hold_s = 0.0
         self._mute_until_s = 0.0
         self.on_change: OnCount = no_count
@@ -127,7 +133,7 @@ class Waits:
         self._client = client
         self._lock = threading.Lock()
         self._waiters: dict[str, set[Waiter]] = {}
-        self._abandoned: deque[JobRef] = deque()
+        self._owed: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._pid = 0
         self._delay_s = BACKOFF_S[0]
@@ -152,7 +158,7 @@ class Waits:
         waiter = self.open(ref, cursor)
         waiter.arm()
         try:
-            self._store.watch(ref, self.node_id)
+            self._store.watch(ref, self.node_id, hold_ms=self.hold_ms)
             # What came between the caller's read and the watch is found at once by hinting ourselves.
             self._store.notify(ref.token, watch=self.node_id, rank="")
         except GenpoolError:
@@ -169,15 +175,27 @@ class Waits:
 
     def abandon_later(self, ref: JobRef) -> None:
         """Cancel a job that nobody will read, as soon as the state server takes writes again."""
-        self._abandoned.append(ref)
-        self.ensure_reader()
+        self._owe(partial(self._store.void, ref))
 
     def let_go(self, ref: JobRef) -> None:
-        """The job goes on without a reader, and is not cancelled for want of one."""
+        """The job goes on without a reader, and is not cancelled for want of one; told to the state server now or as
+        soon as it is back."""
+        let_go = partial(self._store.read_on, [ref], 0)
         try:
-            self._store.read_on([ref], 0)
+            let_go()
         except StateUnavailable:
-            log.info("a job's reader timer stays: the state server is away")
+            self._owe(let_go)
+
+    def _owe(self, write: Callable[[], None]) -> None:
+        """Have the reader do what the state server did not take."""
+        self._owed.append(write)
+        self.ensure_reader()
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until the state server has taken all that it did not take before, or until the time is over."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._owed and time.monotonic() < deadline_s:
+            time.sleep(SETTLE_S)
 
     def unwatch(self, waiter: Waiter) -> None:
         """Close a waiter whose job goes on, and stop the hints unless another waiter of this process wants them."""
@@ -287,7 +305,7 @@ class Waits:
                 if view is not None:
                     waiter.deliver(view)
                 elif waiter.armed:
-                    waiter.deliver(JobUnknown("This generation is no longer stored."))
+                    waiter.deliver(self._store.absence(waiter.ref))
 
     def _views(self, waiters: Sequence[Waiter]) -> Sequence[News | None]:
         """Views of all, in one round trip; if one job cannot be decoded, one by one."""
@@ -304,7 +322,7 @@ class Waits:
         if time.monotonic() < self._mute_until_s:
             return
         try:
-            self._retry_abandoned()
+            self._pay()
             self._read_on()
         except StateUnavailable:
             self._mute_until_s = time.monotonic() + MUTE_S
@@ -319,10 +337,10 @@ class Waits:
             by_model.setdefault(waiter.ref.tag, []).append(waiter.ref)
         for refs in by_model.values():
             for start in range(0, len(refs), BATCH):
-                self._store.read_on(refs[start : start + BATCH], self._hold_ms)
-        self._next_hold_s = now_s + self._hold_ms / 3000
+                self._store.read_on(refs[start : start + BATCH], self.hold_ms)
+        self._next_hold_s = now_s + self._every_hold_s
 
-    def _retry_abandoned(self) -> None:
-        while self._abandoned:
-            self._store.void(self._abandoned[0])
-            self._abandoned.popleft()
+    def _pay(self) -> None:
+        while self._owed:
+            self._owed[0]()
+            self._owed.popleft()

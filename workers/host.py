@@ -16,7 +16,7 @@ from celery.worker import state as celery_state
 
 from pool.errors import GenpoolError, JobNotCancellable, JobUnknown
 from pool.store.handouts import Ending, Handout
-from pool.store.ids import JobRef, parse_ref
+from pool.store.ids import JobRef, new_ref, parse_ref
 from tasks.config import Settings
 from tasks.maintenance import Maintenance
 from tasks.results import outbox_chore
@@ -39,10 +39,13 @@ class Host:
         self._settings: Settings = services.settings
         self._limit = limit
         self._ranks: dict[str, Rank] = {}
+        #: Ranks whose queue is no longer consumed, with the thread that drains each.
+        self._leaving: dict[str, tuple[Rank, threading.Thread]] = {}
         self._gate = TrialGate()
         self._visible = Visible(worker)
-        enabled = services.submitter.models()
-        self._maintenance = Maintenance(services.sweeper, enabled, chores=[outbox_chore(worker.app, services, enabled)])
+        # Disabled ones too: what they hold must end.
+        models = list(services.settings.models)
+        self._maintenance = Maintenance(services.sweeper, models, chores=[outbox_chore(worker.app, services, models)])
         self._stopping = threading.Event()
         self._stop_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="genpool-host", daemon=True)
@@ -57,18 +60,19 @@ class Host:
         """Drain all ranks at once, each with this grace, and end all threads. Idempotent; a second caller waits."""
         self._stopping.set()
         if grace_s == 0:
-            for rank in list(self._ranks.values()):
+            for rank in self._all_ranks():
                 rank.hurry()
         with self._stop_lock:
-            if not self._thread.is_alive() and not self._ranks:
+            if not self._thread.is_alive() and not self._all_ranks():
                 return
             self._thread.join()
-            drains = [threading.Thread(target=rank.drain, args=(grace_s,)) for rank in self._ranks.values()]
-            for drain in drains:
-                drain.start()
-            for drain in drains:
-                drain.join()
+            drains = [drain for _, drain in self._leaving.values()]
+            drains += [_drain(rank, grace_s) for rank in self._ranks.values()]
+            while running := [drain for drain in drains if drain.is_alive()]:
+                running[0].join(FOLLOW_S)
+                self._end_if_stalled()
             self._ranks.clear()
+            self._leaving.clear()
             self._maintenance.stop()
             self._visible.stop()
             self._services.close()
@@ -117,6 +121,10 @@ class Host:
         except JobUnknown:
             return []
 
+    def _begun(self, handout: Handout, model: str) -> None:
+        ref = new_ref("celery", model, token=handout.lease.token)
+        self._visible.begun(handout, model, lambda: self._cancel(ref))
+
     def _cancel(self, ref: JobRef) -> bool:
         try:
             self._services.store.cancel(ref)
@@ -135,27 +143,46 @@ class Host:
         except BaseException as error:
             # Without this thread nothing is served and no stall is seen, though the process answers pings.
             log.critical("the worker's own thread died (%s); ending this worker", type(error).__name__)
-            celery_state.should_terminate = 1
+            self._give_up()
             raise
 
     def _follow(self) -> None:
         while not self._stopping.is_set():
-            wanted = self.wanted(self._worker.app, self._settings)
-            for model in [model for model in self._ranks if model not in wanted]:
-                self._ranks.pop(model).drain(self._settings.worker.drain_grace_seconds)
-            for model in wanted:
-                if model not in self._ranks and not self._stopping.is_set():
-                    self._begin(model)
-            for rank in self._ranks.values():
-                if rank.stalled():
-                    log.critical("%s: the engine hangs; ending this process so that its jobs go elsewhere", rank.model)
-                    # No cleaner way out: the engine's thread would be waited for, for ever.
-                    os._exit(os.EX_TEMPFAIL)
+            self._follow_queues(self.wanted(self._worker.app, self._settings))
+            self._end_if_stalled()
             if any(rank.broken() for rank in self._ranks.values()):
                 log.critical("a thread of the batching loop died; ending this worker so that its jobs go elsewhere")
-                celery_state.should_terminate = 1
+                self._give_up()
                 return
             self._stopping.wait(FOLLOW_S)
+
+    def _follow_queues(self, wanted: list[str]) -> None:
+        for model in [model for model, (_, drain) in self._leaving.items() if not drain.is_alive()]:
+            del self._leaving[model]
+        for model in [model for model in self._ranks if model not in wanted]:
+            # In a thread of its own: it may take for ever, and somebody has to see that.
+            rank = self._ranks[model]
+            self._leaving[model] = (rank, _drain(rank, self._settings.worker.drain_grace_seconds))
+            del self._ranks[model]
+        for model in wanted:
+            if model not in self._ranks and model not in self._leaving and not self._stopping.is_set():
+                self._begin(model)
+
+    def _all_ranks(self) -> list[Rank]:
+        return [*list(self._ranks.values()), *(rank for rank, _ in list(self._leaving.values()))]
+
+    def _end_if_stalled(self) -> None:
+        for rank in self._all_ranks():
+            if rank.stalled():
+                log.critical("%s: the engine hangs; ending this process so that its jobs go elsewhere", rank.model)
+                # No cleaner way out: the engine's thread would be waited for, for ever.
+                os._exit(os.EX_TEMPFAIL)
+
+    def _give_up(self) -> None:
+        """End this process, with an exit code that tells any supervisor to start it again."""
+        # Celery ends by `should_terminate` but does not take its exit code from there.
+        self._worker.exitcode = os.EX_SOFTWARE
+        celery_state.should_terminate = os.EX_SOFTWARE
 
     @staticmethod
     def wanted(app: Any, settings: Settings) -> list[str]:
@@ -174,7 +201,7 @@ class Host:
             self._worker.hostname,
             target if self._limit is None else min(target, self._limit),
             gate=self._gate,
-            on_begun=self._visible.begun,
+            on_begun=self._begun,
             on_left=self._left,
         )
         self._ranks[model] = rank
@@ -185,9 +212,16 @@ class Host:
                 "%s: cannot be served: %s", model, error.message if isinstance(error, GenpoolError) else repr(error)
             )
             time.sleep(0.1)
-            celery_state.should_terminate = 1
+            self._give_up()
 
     def _left(self, handout: Handout, state: str, ending: Ending | None) -> None:
         self._visible.left(handout, state, ending)
         if ending is not None and handout.celery:
             self._maintenance.wake()
+
+
+def _drain(rank: Rank, grace_s: float) -> threading.Thread:
+    """Drain a rank in a thread of its own."""
+    drain = threading.Thread(target=rank.drain, args=(grace_s,), name="genpool-drain", daemon=True)
+    drain.start()
+    return drain

@@ -13,11 +13,11 @@ import redis
 from pydantic import ValidationError
 
 from pool.errors import GenerationFailed, GenpoolError
-from pool.store.connection import Client, connect
+from pool.store.connection import Client, connect, unable
 from pool.store.delivery import Delivery
 from pool.store.handouts import Entry, Handout
 from pool.store.ranks import Card
-from pool.store.trials import ALL_ALONE, AMONG_PROVEN, keep
+from pool.store.trials import ALL_ALONE, AMONG_OTHERS, AMONG_PROVEN, keep, survived
 from tasks.payloads import PROMPT, GenerationOptions
 from tasks.ports import Failed, Generation, Runner, TokenIds
 from tasks.submission import fit, tokenize
@@ -38,6 +38,9 @@ RETRY_S = 0.3
 ALONE_WAIT_S = 0.01
 #: How often entries that wait are claimed anew, in leases.
 KEEP_LEASES = 0.25
+#: How long a job before its last try waits for an empty process, in leases, while nothing else begins there. Then it
+#: begins beside jobs that have shown tokens, as at its second try: they lose a replay at most.
+PATIENCE_LEASES = 1
 
 #: Called in the intake's thread for each job it begins.
 OnBegun = Callable[[Handout], None]
@@ -74,6 +77,8 @@ class Intake:
         #: Read, and waiting to begin by itself.
         self._alone: deque[Entry] = deque()
         self._next_keep_s = 0.0
+        #: The one that waits for an empty process, and since when.
+        self._patient = ("", 0.0)
         #: Read, and not known to have begun, by job token.
         self._unanswered: dict[str, Entry] = {}
         self._thread = threading.Thread(target=self._run, name="genpool-intake", daemon=True)
@@ -114,20 +119,38 @@ class Intake:
                 if failures == 1:
                     log.warning("state server: %s; reading again as soon as it answers", type(error).__name__)
                 self._room.wait(RETRY_S)
-        self._gate.part(self._outlet)
+        self._gate.leave(self._outlet)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Give back what was read and is not known to have begun; what the state server did not take stays here. For
+        the intake's thread, and for others once that has ended."""
         try:
-            self._delivery.give_back([*self._unanswered.values(), *self._alone])
+            self._give_back([*self._unanswered.values(), *self._alone])
         except STATE_ERRORS as error:
             log.warning("giving back unbegun jobs: %s", type(error).__name__)
+            return
+        self._unanswered.clear()
+        self._alone.clear()
+
+    def _give_back(self, entries: list[Entry]) -> None:
+        if entries:
+            self._delivery.give_back(entries)
+            # The sweep may have been faster.
+            survived(self._delivery.reader, self._delivery.keys, entries)
 
     def _turn(self) -> None:
         if self._unanswered:
             # Before all else: the server may count them as begun here, so nobody else would run them.
-            self._begin_again()
+            self._settle_unanswered()
             return
         self._keep_waiting()
         capacity = self._runner.capacity()
-        if capacity.in_flight >= capacity.effective or self._outlet.congested():
+        full = capacity.in_flight >= capacity.effective or self._outlet.congested()
+        if full or not self._alone:
+            # What was to go on trial cannot now, or was cancelled.
+            self._gate.leave(self._outlet)
+        if full:
             self._room.wait(ROOM_WAIT_S)
             # A full rank reads nothing, so it looks now and then whether its stream's group is still there.
             self._delivery.heal()
@@ -137,30 +160,38 @@ class Intake:
             self._begin_alone()
         else:
             entries = self._delivery.read(capacity.effective - capacity.in_flight, BLOCK_MS)
-            if self._gate.closed_to(self._outlet):
-                # Another rank of this process has put a job on trial meanwhile.
-                self._alone.extend(entries)
-            else:
-                self._begin(entries)
+            with self._gate.beginning(self._outlet) as allowed:
+                if allowed:
+                    self._begin(entries)
+                else:
+                    # Another rank of this process has a job to put on trial meanwhile.
+                    self._alone.extend(entries)
 
     def _begin_alone(self) -> None:
-        """A job on trial waits: read nothing until the process is empty enough for it, then begin it, and nothing
-        beside it until it has shown a token."""
-        gate, outlet = self._gate, self._outlet
-        if not gate.enter(outlet) or gate.has_unproven():
+        """A job on trial waits: read nothing until the process is empty enough for it, then begin it."""
+        gate = self._gate
+        if not gate.enter(self._outlet) or gate.has_unproven():
             self._room.wait(ALONE_WAIT_S)
             return
-        found = self._delivery.begin_alone(self._alone[0], ALL_ALONE if gate.is_empty() else AMONG_PROVEN)
+        entry = self._alone.popleft()
+        self._unanswered[entry.token] = entry
+        found = self._delivery.begin_alone(entry, ALL_ALONE if self._may_be_last_try(entry) else AMONG_PROVEN)
+        del self._unanswered[entry.token]
         if isinstance(found, Entry):
+            self._alone.appendleft(found)
             self._room.wait(ROOM_WAIT_S)
             return
-        self._alone.popleft()
         if found is not None:
             self._submit(found)
-            while found.alone and not self._stopping and outlet.is_unproven(found):
-                self._room.wait(ALONE_WAIT_S)
-                self._keep_waiting()
-        gate.leave(outlet)
+        gate.leave(self._outlet)
+
+    def _may_be_last_try(self, entry: Entry) -> bool:
+        """Whether nothing else runs in the process, or the entry has waited for that long enough."""
+        now_s = time.monotonic()
+        if self._patient[0] != entry.id:
+            self._patient = (entry.id, now_s)
+        waited_ms = (now_s - self._patient[1]) * 1000
+        return self._gate.is_empty() or waited_ms >= PATIENCE_LEASES * self._delivery.lease_ms
 
     def _keep_waiting(self) -> None:
         """Entries that wait have no lease: without this, the sweep would take them for a dead reader's."""
@@ -177,25 +208,44 @@ class Intake:
             if isinstance(found, Handout):
                 self._unanswered.pop(found.lease.token, None)
                 self._submit(found)
-            elif all(found.id != entry.id for entry in self._alone):
+            else:
+                self._unanswered.pop(found.token, None)
                 self._alone.append(found)
         for entry in entries:
             self._unanswered.pop(entry.token, None)
 
-    def _begin_again(self) -> None:
-        """Begin the first unanswered entry, by itself: one that the server refuses to begin must not hold up others."""
-        entry = next(iter(self._unanswered.values()))
-        try:
-            self._begin([entry])
-        except redis.exceptions.ReadOnlyError:
-            raise
-        except redis.exceptions.ResponseError:
-            del self._unanswered[entry.token]
-            raise
+    def _settle_unanswered(self) -> None:
+        """Begin the first unanswered entry again, by itself: one that the server refuses to begin must not hold up
+        others. While another rank's trial forbids that, give them all back."""
+        with self._gate.beginning(self._outlet) as allowed:
+            if not allowed:
+                self._give_back(list(self._unanswered.values()))
+                self._unanswered.clear()
+                return
+            entry = next(iter(self._unanswered.values()))
+            try:
+                self._begin_again(entry)
+            except redis.exceptions.ResponseError as error:
+                if not unable(error):
+                    del self._unanswered[entry.token]
+                raise
+
+    def _begin_again(self, entry: Entry) -> None:
+        found = self._delivery.begin_alone(entry, AMONG_OTHERS)
+        if found is None:
+            # The sweep may have taken it for lost with its worker, which lives.
+            survived(self._delivery.reader, self._delivery.keys, [entry])
+        del self._unanswered[entry.token]
+        if isinstance(found, Handout):
+            self._submit(found)
+        elif found is not None:
+            self._alone.append(found)
 
     def _submit(self, handout: Handout) -> None:
         if not self._outlet.open(handout):
             return
+        if handout.alone:
+            self._gate.put_on_trial(self._outlet, handout)
         self._on_begun(handout)
         token, attempt = handout.lease.token, handout.lease.attempt
         try:
@@ -206,6 +256,9 @@ class Intake:
             self._fail(token, attempt, "invalid_request", "The stored request cannot be read by this worker.")
         except GenpoolError as error:
             self._fail(token, attempt, error.code, error.message)
+        if not self._outlet.holds(handout):
+            # Cancelled or lost meanwhile, when there was nothing yet for the outlet to stop.
+            self._runner.cancel(token, attempt)
 
     def _fail(self, token: str, attempt: int, code: str, message: str) -> None:
         self._outlet.deliver([Failed(token, attempt, code, message)])

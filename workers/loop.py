@@ -90,6 +90,7 @@ class BatchingLoop:
         self._sink: EventSink | None = None
         self._eos_ids = frozenset(self.engine.vocabulary.eos_ids)
         self._count_lock = threading.Lock()
+        self._mail_lock = threading.Lock()
 
     # -- what other threads call -------------------------------------------------------------------------------------
 
@@ -109,8 +110,10 @@ class BatchingLoop:
                 code="kv_budget_exceeded",
             )
         self._add_in_flight(generation.n)
-        self._known.add((generation.job, generation.attempt))
-        self._inbox.append(generation)
+        with self._mail_lock:
+            # Together: a cancel must not lie in the inbox before its job, nor find it unknown while it lies there.
+            self._known.add((generation.job, generation.attempt))
+            self._inbox.append(generation)
         self._ring()
 
     def _ring(self) -> None:
@@ -120,9 +123,11 @@ class BatchingLoop:
 
     def cancel(self, job: str, attempt: int) -> bool:
         """Stop a job before the next step, without any event. False: it is not here (any more)."""
-        known = (job, attempt) in self._known
+        with self._mail_lock:
+            known = (job, attempt) in self._known
+            if known:
+                self._inbox.append((job, attempt))
         if known:
-            self._inbox.append((job, attempt))
             self._wake.set()
         return known
 
@@ -332,7 +337,8 @@ class BatchingLoop:
 
     def _drop(self, key: tuple[str, int]) -> None:
         for session in self._forget(key).sessions:
-            if not session.finish_reason:
+            # One whose log already held its end waits like any other until `_promote` sees it.
+            if not session.finish_reason or session in self._waiting:
                 self._leave(session)
 
     def _forget(self, key: tuple[str, int]) -> _Job:

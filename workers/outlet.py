@@ -35,6 +35,9 @@ log = logging.getLogger("genpool.outlet")
 CONGESTION_TOKENS = 8192
 #: After a failed round trip; well under half a lease, so that a short outage costs no lease.
 RETRY_S = 0.2
+#: How long a leaving rank tries to hand back what it holds, in leases. Nobody takes a job from it before one has passed
+#: since the state server came back, so a deploy during an outage shall not end before that.
+HAND_BACK_LEASES = 2
 
 STATE_ERRORS = (redis.exceptions.RedisError, StateUnavailable, OSError)
 
@@ -196,6 +199,11 @@ class Outlet:
         self._nudged = True
         self._wake.set()
 
+    def holds(self, handout: Handout) -> bool:
+        """Whether this very attempt is still held."""
+        held = self._held.get(handout.lease.token)
+        return held is not None and held.handout is handout
+
     def is_unproven(self, handout: Handout) -> bool:
         """Whether a held job of this attempt has not yet stored a token: it may still kill its worker."""
         held = self._held.get(handout.lease.token)
@@ -210,8 +218,8 @@ class Outlet:
         return list(self._held.values())
 
     def is_stalled(self) -> bool:
-        """Whether the runner has made no turn for the stall timeout."""
-        return self._watchdog.is_stalled()
+        """Whether the runner has made no turn for the stall timeout. One that was told to stop makes none."""
+        return not self._stopping and self._watchdog.is_stalled()
 
     def is_alive(self) -> bool:
         """Whether its thread runs."""
@@ -230,7 +238,7 @@ class Outlet:
             self._wake.wait(self._pause_s())
             self._wake.clear()
             self._turn(everything=False)
-        deadline_s = time.monotonic() + self._delivery.lease_ms / 2000
+        deadline_s = time.monotonic() + HAND_BACK_LEASES * self._delivery.lease_ms / 1000
         while not (self._turn(everything=True) and self._hand_back()) and time.monotonic() < deadline_s:
             time.sleep(RETRY_S)
 
@@ -338,7 +346,7 @@ class Outlet:
         if now_s < self._next_renew_s and not self._nudged:
             return
         self._nudged = False
-        if self._watchdog.is_stalled():
+        if self.is_stalled():
             # Progress renews, not life: another worker shall have these jobs.
             return
         held = list(self._held.values())
@@ -351,11 +359,12 @@ class Outlet:
 
     def _lose(self, held: Held, state: str) -> None:
         """The attempt is over (cancelled, or taken back by the sweep): drop the work."""
-        if state in (jobs.QUEUED, jobs.RUNNING) and not self._watchdog.is_stalled():
+        if state in (jobs.QUEUED, jobs.RUNNING) and not self.is_stalled():
             self._outlived.append(held.lease)
             self._wake.set()
-        self._runner.cancel(held.lease.token, held.lease.attempt)
+        # In this order: whoever submits it just now looks afterwards whether it is still held.
         self._leave(held, state, None)
+        self._runner.cancel(held.lease.token, held.lease.attempt)
 
     def _leave(self, held: Held, state: str, ending: Ending | None) -> None:
         self._drop_entries(held, len(held.entries))

@@ -40,7 +40,7 @@ LOADING, LOADED, DRAINING, FAILED, STOPPED = "loading", "loaded", "draining", "f
 #: How long the registrar waits for a hint before it looks at the time.
 LISTEN_S = 0.5
 
-OnBegun = Callable[[Handout, str, Callable[[], None]], None]
+OnBegun = Callable[[Handout, str], None]
 OnLeft = Callable[[Handout, str, Ending | None], None]
 
 
@@ -132,7 +132,7 @@ class Rank:
             lease_ms=self._lease_ms,
             result_ttl_ms=self._settings.state.result_ttl_seconds * 1000,
         )
-        delivery.ensure_group()
+        delivery.heal()
         self._outlet = Outlet(
             delivery,
             self._loop,
@@ -233,6 +233,9 @@ class Rank:
             time.sleep(0.02)
         self._loop.stop()
         self._outlet.stop()
+        # Again, for what the state server was not there to take when reading stopped.
+        self._intake.give_back()
+        self._gate.part(self._outlet)
         self._stopping.set()
         self._thread.join()
         try:
@@ -247,10 +250,7 @@ class Rank:
     # -- callbacks and the registrar's thread ------------------------------------------------------------------------
 
     def _begun(self, handout: Handout) -> None:
-        def cancel() -> None:
-            self._loop.cancel(handout.lease.token, handout.lease.attempt)
-
-        self._on_begun(handout, self.model, cancel)
+        self._on_begun(handout, self.model)
 
     def _left(self, handout: Handout, state: str, ending: Ending | None) -> None:
         self._intake.room()

@@ -34,7 +34,7 @@ class GenerationRequestStub:
     eta = None
     worker_pid = None
 
-    def __init__(self, task: Any, handout: Handout, model: str, hostname: str, cancel: Callable[[], None]) -> None:
+    def __init__(self, task: Any, handout: Handout, model: str, hostname: str, cancel: Callable[[], object]) -> None:
         self.id = handout.task_id
         self.name = names.GENERATE
         self.task = task
@@ -60,7 +60,7 @@ class GenerationRequestStub:
         }
 
     def terminate(self, pool: Any, signal: Any = None) -> None:  # noqa: ARG002 - Celery's signature
-        """Cancel the generation."""
+        """Cancel the generation: its record, of which the rank then hears."""
         self._cancel()
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
@@ -89,7 +89,7 @@ class Visible:
         self._wake.set()
         self._thread.join(timeout=5)
 
-    def begun(self, handout: Handout, model: str, cancel: Callable[[], None]) -> None:
+    def begun(self, handout: Handout, model: str, cancel: Callable[[], object]) -> None:
         """A generation has begun here."""
         stub = GenerationRequestStub(self._app.tasks[names.GENERATE], handout, model, self._worker.hostname, cancel)
         self._stubs[handout.lease.token] = stub

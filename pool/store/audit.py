@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from pool.rules import jobs
 from pool.store.connection import Client, state_errors
+from pool.store.entries import token_of
 from pool.store.keys import ModelKeys
 from pool.store.log import LogEntry, texts_of, unpack
 
@@ -27,7 +28,7 @@ BATCH = 200
 
 @dataclass(frozen=True, slots=True, order=True)
 class Violation:
-    """`subject` is a job token or a key; `detail` holds no prompt and no text."""
+    """`subject` is a job token, a key or a stream entry's id; `detail` holds no prompt and no text."""
 
     invariant: str
     subject: str
@@ -52,7 +53,13 @@ class Audit:
         index = {member.decode() for member, _ in client.zscan_iter(keys.index, count=BATCH)}
         leases = {member.decode() for member, _ in client.zscan_iter(keys.leases, count=BATCH)}
         timers = {member.decode().split(":", 1)[1] for member, _ in client.zscan_iter(keys.timers, count=BATCH)}
-        entries = {fields[b"job"].decode(): entry.decode() for entry, fields in self._stream()}
+        entries: dict[str, str] = {}
+        for entry, fields in self._stream():
+            named = token_of(fields)
+            if named is None:
+                yield Violation("I7", entry.decode(), "a stream entry that names no job")
+            else:
+                entries[named] = entry.decode()
         tokens = {token.partition("#")[0] for token in index}
         for token in sorted(tokens | leases | timers | set(entries)):
             yield from self._reachable(token, token in index, token in leases, entries.get(token))

@@ -8,6 +8,7 @@ the caller who knows that it is. RESP2 is pinned because reply shapes differ bet
 from __future__ import annotations
 
 import queue
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,12 +72,30 @@ def connect(
     return redis.Redis.from_pool(pool)
 
 
+#: First words of error replies that say nothing of the command: the server serves nobody, or takes no writes, for now.
+_UNABLE = re.compile(r"(NOREPLICAS|MISCONF|BUSY|UNKILLABLE|TRYAGAIN) ")
+_UNABLE_TYPES = (
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.OutOfMemoryError,
+    redis.exceptions.ClusterDownError,
+    redis.exceptions.MasterDownError,
+    redis.exceptions.TryAgainError,
+)
+
+
+def unable(error: redis.exceptions.ResponseError) -> bool:
+    """Whether an error reply only says that the server cannot serve at the moment: the same command may pass later."""
+    return isinstance(error, _UNABLE_TYPES) or _UNABLE.match(str(error)) is not None
+
+
 @contextmanager
 def state_errors() -> Iterator[None]:
-    """Translate what the client library raises when the server is away, read-only or full."""
+    """Translate what the client library raises when the server is away, read-only, full or otherwise unable."""
     try:
         yield
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
         raise StateUnavailable("The state server cannot be reached.") from error
-    except (redis.exceptions.ReadOnlyError, redis.exceptions.OutOfMemoryError) as error:
+    except redis.exceptions.ResponseError as error:
+        if not unable(error):
+            raise
         raise StateUnavailable("The state server takes no writes at the moment.") from error

@@ -14,12 +14,13 @@ from typing import Any
 import redis
 
 from pool.errors import GenerationFailed
+from pool.store import rebuilding
 from pool.store.connection import Client
-from pool.store.handouts import Entry, Handout, Lease, Taken, Write, Written
+from pool.store.entries import drop, token_of
+from pool.store.handouts import Entry, Handout, Lease, Taken, Write, Written, handout_of, written_of
 from pool.store.inputs import fetch
 from pool.store.keys import GROUP, ModelKeys, node_channel
-from pool.store.log import pack, replay_of, unpack
-from pool.store.rebuilding import rebuild
+from pool.store.log import pack
 from pool.store.scripts import Command, run_many, run_stream, script
 from pool.store.trials import ALL_ALONE, AMONG_OTHERS
 
@@ -48,16 +49,6 @@ class Delivery:
     def __post_init__(self) -> None:
         self.keys = ModelKeys(f"{self.model}:{self.shard}")
 
-    def ensure_group(self) -> bool:
-        """Create the consumer group, from the stream's beginning. False: it exists."""
-        try:
-            self.writer.xgroup_create(self.keys.queue, GROUP, id="0", mkstream=True)
-        except redis.exceptions.ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):
-                raise
-            return False
-        return True
-
     def take(self, room: int, block_ms: int) -> Taken:
         """Read at most `room` (>= 1) jobs, waiting up to `block_ms`, and begin each; all at once."""
         taken = Taken()
@@ -69,9 +60,8 @@ class Delivery:
         return taken
 
     def heal(self) -> None:
-        """Make a lost stream or group again, from the index."""
-        if self.ensure_group():
-            rebuild(self.writer, self.keys)
+        """Make the stream and its group, from the index; nothing while both are there."""
+        rebuilding.heal(self.writer, self.keys)
 
     def read(self, room: int, block_ms: int) -> list[Entry]:
         """Read at most `room` (>= 1) entries into this rank's pending list, waiting up to `block_ms`.
@@ -96,7 +86,7 @@ class Delivery:
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
             self._reader_id = None
             raise
-        return [_entry(*item) for item in reply[0][1]] if reply else []
+        return self._entries(reply[0][1]) if reply else []
 
     def _pending(self) -> list[Entry]:
         """This rank's pending list; entries that were deleted from the stream are left out."""
@@ -104,10 +94,16 @@ class Delivery:
         last = b"0"
         while True:
             ((_, page),) = self.reader.xreadgroup(GROUP, self.rank, {self.keys.queue: last}, count=BATCH)
-            entries += [_entry(*item) for item in page if item[1]]
+            entries += self._entries(item for item in page if item[1])
             if len(page) < BATCH:
                 return entries
             last = page[-1][0]
+
+    def _entries(self, items: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Entry]:
+        """The entries that were read; what names no job is dropped."""
+        named = [(entry, token_of(fields)) for entry, fields in items]
+        drop(self.reader, self.keys, [entry for entry, token in named if token is None])
+        return [Entry(entry.decode(), token, secrets.token_hex(8)) for entry, token in named if token is not None]
 
     def begin(self, entries: Sequence[Entry], *, alone: int = AMONG_OTHERS) -> Iterator[Handout | Entry]:
         """Begin the jobs of these entries, one after the other as they are asked for.
@@ -124,10 +120,10 @@ class Delivery:
             elif reply[0] == b"ok" and (reply[_LOGGED] or len(reply) > _WHOLE):
                 unread.append((entry, reply))
             elif reply[0] == b"ok":
-                yield _handout(entry, reply, [])
+                yield handout_of(entry, reply, [])
         for entry, reply in unread:
             log = self.reader.lrange(self.keys.log(entry.token), 0, -1) if reply[_LOGGED] else []
-            handout = _handout(entry, reply[:_WHOLE], log)
+            handout = handout_of(entry, reply[:_WHOLE], log)
             if len(reply) > _WHOLE:
                 self._read_input(handout, *reply[_WHOLE:])
             yield handout
@@ -168,6 +164,7 @@ class Delivery:
                 job=self.keys.job(entry.token),
                 queue=self.keys.queue,
                 leases=self.keys.leases,
+                timers=self.keys.timers,
                 token=entry.token,
                 entry=entry.id,
                 idle=0,
@@ -189,7 +186,7 @@ class Delivery:
     def write_each(self, writes: Iterable[Write]) -> Iterator[Written]:
         """As `write`, but each write is built, and each answer given, while the server works on others. Nothing happens
         unless the answers are asked for."""
-        return map(_written, run_stream(self.writer, map(self._command, writes)))
+        return map(written_of, run_stream(self.writer, map(self._command, writes)))
 
     def _command(self, write: Write) -> Command:
         keys, lease = self.keys, write.lease
@@ -255,6 +252,7 @@ class Delivery:
                 job=self.keys.job(lease.token),
                 queue=self.keys.queue,
                 leases=self.keys.leases,
+                timers=self.keys.timers,
                 token=lease.token,
                 attempt=lease.attempt,
                 nonce=lease.nonce,
@@ -262,35 +260,3 @@ class Delivery:
             for lease in leases
         ]
         return sum(reply[0] == b"ok" for reply in run_many(self.writer, commands)) if commands else 0
-
-
-def _entry(entry: bytes, fields: dict[bytes, bytes]) -> Entry:
-    return Entry(entry.decode(), fields[b"job"].decode(), secrets.token_hex(8))
-
-
-def _handout(entry: Entry, reply: list[Any], log: list[bytes]) -> Handout:
-    _, attempt, alone, options, prompt, given, n, seed, logged, watch, task_id, created_ms, celery = reply
-    return Handout(
-        lease=Lease(entry.token, int(attempt), entry.nonce),
-        options=options,
-        prompt=prompt or b"",
-        input=given or b"",
-        n=int(n),
-        seed=int(seed),
-        logged=int(logged or 0),
-        replay=replay_of(map(unpack, log), int(n)),
-        watch=(watch or b"").decode(),
-        task_id=task_id.decode(),
-        created_ms=int(created_ms),
-        alone=bool(alone),
-        celery=celery == b"1",
-    )
-
-
-def _written(reply: list[Any]) -> Written:
-    code = reply[0].decode()
-    if code == "ok":
-        return Written("ok", watch=reply[1].decode())
-    if code in ("old", "resend"):
-        return Written(code, log_end=int(reply[1]))
-    return Written("stale", detail=reply[1].decode() if len(reply) > 1 else "gone")

@@ -6,10 +6,12 @@ Nobody changes one; they are not frozen because making a frozen one costs three 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pool.rules import jobs
-from pool.store.log import LogEntry
+from pool.store.log import LogEntry, replay_of, unpack
 from pool.store.records import Output
 from pool.store.scripts import Value
 
@@ -132,3 +134,33 @@ class Written:
 def failed(code: str, message: str) -> Ending:
     """The ending of a job that failed by name."""
     return Ending(state=jobs.FAILED, error_code=code, error_message=message)
+
+
+def handout_of(entry: Entry, reply: Sequence[Any], log: Sequence[bytes]) -> Handout:
+    """Decode the reply of `begin` for a job whose input lies in its record; `log`: its packed token log."""
+    _, attempt, alone, options, prompt, given, n, seed, logged, watch, task_id, created_ms, celery = reply
+    return Handout(
+        lease=Lease(entry.token, int(attempt), entry.nonce),
+        options=options,
+        prompt=prompt or b"",
+        input=given or b"",
+        n=int(n),
+        seed=int(seed),
+        logged=int(logged or 0),
+        replay=replay_of(map(unpack, log), int(n)),
+        watch=(watch or b"").decode(),
+        task_id=task_id.decode(),
+        created_ms=int(created_ms),
+        alone=bool(alone),
+        celery=celery == b"1",
+    )
+
+
+def written_of(reply: Sequence[Any]) -> Written:
+    """Decode the reply of `append` or `complete`."""
+    code = reply[0].decode()
+    if code == "ok":
+        return Written("ok", watch=reply[1].decode())
+    if code in ("old", "resend"):
+        return Written(code, log_end=int(reply[1]))
+    return Written("stale", detail=reply[1].decode() if len(reply) > 1 else "gone")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +19,20 @@ from pool.rules import jobs
 from pool.store.connection import Client, state_errors
 from pool.store.ids import JobRef
 from pool.store.inputs import StoredInput, stored_input
-from pool.store.keys import idempotency_key, keys_of, node_channel
+from pool.store.keys import PROBE, idempotency_key, keys_of, node_channel
 from pool.store.log import LogEntry, unpack
 from pool.store.memory import MemoryGate
 from pool.store.records import RECORD_FIELDS, JobRecord, NewJob, record_of
-from pool.store.scripts import Command, run, script
+from pool.store.scripts import Command, run_stream, script
+from pool.store.server_clock import ServerClock
 
 #: A connection that was broken while it lay in the pool fails at once. What takes longer (no free connection, no
 #: answer) would take as long again.
 AT_ONCE_S = 0.5
-#: How late a submit that got no answer may still arrive.
+#: How late a submit that got no answer, or one that goes with a refused one, may still arrive.
 LATE_MS = 600_000
+#: How often a submit is tried whose reply says, in time, that it came too late.
+LATE_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +53,69 @@ class JobStore:
         self._result_ttl_ms = result_ttl_ms
         self._pending_per_model = pending_per_model
         self._memory = MemoryGate(client)
+        self._clock = ServerClock(client)
+        #: How long a reply is waited for, from when its command is sent.
+        self._patience_ms = round(client.connection_pool.connection_kwargs["socket_timeout"] * 1000)
 
-    def submit(self, job: NewJob) -> None:
-        """Accept a job. Idempotent by its id: a second submit of the same id changes nothing.
+    def submit(self, job: NewJob, *, key: str | None = None) -> None:
+        """Accept a job. Idempotent by its id: a second submit of the same id changes nothing. When this raises, nothing
+        of it is carried out later; only of one that was carried out may the reply have been lost.
+
+        `key`: the Idempotency-Key that was claimed for it; a refusal is then final for this id, and the key is free.
 
         Raises QueueFull (nothing stored) and StateUnavailable (submitting the same NewJob again is safe).
         """
-        self._memory.check()
+        shortage = self._memory.refusal()
         stored = stored_input(job)
-        # Nothing of the blocks is sent at first: a history that is sent again is mostly there.
-        code, *detail = self._run(self._submit_command(job, stored))
-        if code == b"missing":
-            code, *detail = self._run(self._submit_command(job, stored, {at - 1 for at in detail}))
-        if code == b"missing":
-            # A block that was there has gone meanwhile.
-            code, *detail = self._run(self._submit_command(job, stored, range(len(stored.blocks))))
-        if code == b"expired":
-            raise JobExpired("This generation has ended and is no longer stored.")
-        if code == b"full":
-            raise QueueFull(
-                f"{job.ref.model} holds {int(detail[0])} generations, queued and running; {job.n} more would pass its "
-                f"limit of {self._pending_per_model}. Try again later.",
-                retry_after_s=5,
+
+        def offer(sent: Container[int] = ()) -> list[Any]:
+            return self._timely(
+                lambda not_after_ms: self._submit_command(
+                    job, stored, sent, not_after_ms, 0 if shortage else self._pending_per_model, key is not None
+                )
             )
 
-    def _submit_command(self, job: NewJob, stored: StoredInput, sent: Container[int] = ()) -> Command:
+        # Nothing of the blocks is sent at first: a history that is sent again is mostly there.
+        code, *detail = offer()
+        if code == b"missing":
+            code, *detail = offer({at - 1 for at in detail})
+        if code == b"missing":
+            # A block that was there has gone meanwhile.
+            code, *detail = offer(range(len(stored.blocks)))
+        if code == b"expired":
+            raise JobExpired("This generation has ended and is no longer stored.")
+        if code in (b"full", b"refused"):
+            if key is not None:
+                self._release(job, key)
+            raise shortage or self._full(job, detail)
+
+    def _full(self, job: NewJob, detail: list[Any]) -> QueueFull:
+        """`detail`: of a reply "full", or "refused": the key's claim was left behind, or another resend just had it."""
+        if len(detail) == 1:
+            return QueueFull("This request was refused a moment ago. Try again now.", retry_after_s=1)
+        return QueueFull(
+            f"{job.ref.model} holds {int(detail[1])} generations, queued and running; {job.n} more would pass its "
+            f"limit of {self._pending_per_model}. Try again later.",
+            retry_after_s=5,
+        )
+
+    def _timely(self, build: Callable[[int], Command]) -> list[Any]:
+        """Run a verb that shall not be carried out once we have given up on its reply, as a server that hung would.
+        `build` gets the last moment by the server's clock. Replies begin with a code and, unless "missing", that
+        clock's time."""
+        self._clock.ask()
+        for _ in range(LATE_TRIES):
+            code, *detail = self._run_built(lambda: build(self._clock.now_ms() + self._patience_ms))
+            if code != b"missing":
+                self._clock.told(int(detail[0]))
+            if code != b"late":
+                return [code, *detail]
+            # We are still here: the server's clock was set meanwhile, or the way was long. Now we know its time.
+        raise StateUnavailable("The state server is too slow at the moment.")
+
+    def _submit_command(
+        self, job: NewJob, stored: StoredInput, sent: Container[int], not_after_ms: int, cap: int, claimed: bool
+    ) -> Command:
         """`sent`: positions of the blocks whose content is sent along."""
         keys = keys_of(job.ref)
         return script("submit")(
@@ -85,7 +126,10 @@ class JobStore:
             tombstone=keys.tombstone(job.ref.token),
             blocks=[keys.input(block.id) for block in stored.blocks],
             token=job.ref.token,
-            cap=self._pending_per_model,
+            not_after=not_after_ms,
+            cap=cap,
+            claimed=int(claimed),
+            remember=LATE_MS,
             n=job.n,
             queue_timeout=job.queue_timeout_ms,
             deadline=job.deadline_ms,
@@ -99,14 +143,14 @@ class JobStore:
         with state_errors():
             record = record_of(ref, self._client.hmget(keys_of(ref).job(ref.token), RECORD_FIELDS))
         if record is None:
-            raise self._absent(ref)
+            raise self.absence(ref)
         return record
 
     def view(self, ref: JobRef, cursor: int = 0) -> View:
         """Record and log from `cursor`. Raises JobUnknown."""
         view = self.views([(ref, cursor)])[0]
         if view is None:
-            raise self._absent(ref)
+            raise self.absence(ref)
         return view
 
     def views(self, wanted: Sequence[tuple[JobRef, int]]) -> list[View | None]:
@@ -154,9 +198,12 @@ class JobStore:
         with contextlib.suppress(JobUnknown, JobNotCancellable):
             self.cancel(ref)
 
-    def watch(self, ref: JobRef, node: str) -> None:
-        """Have `node` told of the job's news from now on. Raises JobUnknown."""
-        self._run_known(ref, script("watch")(job=keys_of(ref).job(ref.token), node=node))
+    def watch(self, ref: JobRef, node: str, *, hold_ms: int = 0) -> None:
+        """Have `node` told of the job's news from now on, and hold off its cancellation for want of a reader for
+        `hold_ms` (0: the node is no reader). Raises JobUnknown."""
+        keys = keys_of(ref)
+        command = script("watch")(job=keys.job(ref.token), timers=keys.timers, token=ref.token, node=node, hold=hold_ms)
+        self._run_known(ref, command)
 
     def unwatch(self, ref: JobRef, node: str) -> None:
         """The opposite of `watch`; a job that is gone is no error."""
@@ -166,11 +213,8 @@ class JobStore:
         """Readers of these jobs (at most 100 of one model) are still there: hold off their cancellation for `hold_ms`;
         0: the jobs go on without readers. Jobs that never had one are left alone."""
         if refs:
-            command = script("read_on")(
-                timers=keys_of(refs[0]).timers, hold=hold_ms, tokens=[ref.token for ref in refs]
-            )
-            with state_errors():
-                run(self._client, command)
+            tokens = [ref.token for ref in refs]
+            self._run(script("read_on")(timers=keys_of(refs[0]).timers, hold=hold_ms, tokens=tokens))
 
     def claim(self, tenant: str, key: str, ref: JobRef, *, body_hash: str, ttl_ms: int) -> str | None:
         """Bind a caller's Idempotency-Key to `ref`; the id it is bound to already, None when it was free.
@@ -182,6 +226,10 @@ class JobStore:
         if code == b"other":
             raise KeyConflict("This Idempotency-Key was used before, for another request.", param="Idempotency-Key")
         return bound[0].decode() if code == b"same" else None
+
+    def _release(self, job: NewJob, key: str) -> None:
+        """The opposite of `claim`, for a job whose id is used up."""
+        self._run(script("release_key")(key=idempotency_key(job.tenant, key), job=str(job.ref)))
 
     def notify(self, token: str, *, watch: str, rank: str) -> None:
         """Hint to waiting nodes, and to the rank that may still work on the job, that there is news."""
@@ -199,6 +247,8 @@ class JobStore:
             role = self._client.execute_command("ROLE")
             if role[0] != b"master":
                 raise StateUnavailable("The state server is a replica and takes no writes.")
+            # It never exists, so nothing is set; a server that takes no writes refuses it all the same.
+            self._client.set(PROBE, b"", xx=True)
 
     def memory_policy(self) -> str:
         """The server's `maxmemory-policy`; anything but `noeviction` can lose jobs."""
@@ -206,26 +256,33 @@ class JobStore:
             return str(self._client.info("memory").get("maxmemory_policy", "unknown"))
 
     def _run(self, command: Command) -> list[Any]:
+        return self._run_built(lambda: command)
+
+    def _run_built(self, build: Callable[[], Command]) -> list[Any]:
         """Run a verb; once more when the connection broke, as pooled ones do when the server was restarted. Every verb
-        of this class may be repeated."""
+        of this class may be repeated. It is built when it is sent: there may be a wait for a free connection before."""
         began_s = time.monotonic()
         with state_errors():
             try:
-                reply: list[Any] = run(self._client, command)
+                return self._run_once(build)
             except redis.exceptions.ConnectionError:
                 if time.monotonic() - began_s > AT_ONCE_S:
                     raise
-                reply = run(self._client, command)
+                return self._run_once(build)
+
+    def _run_once(self, build: Callable[[], Command]) -> list[Any]:
+        reply: list[Any]
+        (reply,) = run_stream(self._client, (build() for _ in range(1)))
         return reply
 
     def _run_known(self, ref: JobRef, command: Command) -> list[Any]:
         reply = self._run(command)
         if reply[0] == b"gone":
-            raise self._absent(ref)
+            raise self.absence(ref)
         return reply
 
-    def _absent(self, ref: JobRef) -> JobUnknown:
-        """Why there is no record: it expired, or it never was."""
+    def absence(self, ref: JobRef) -> JobUnknown:
+        """Why there is no record: it expired, or it never was. Raises StateUnavailable."""
         with state_errors():
             remembered = self._client.exists(keys_of(ref).tombstone(ref.token))
         if remembered:

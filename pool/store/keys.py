@@ -16,6 +16,8 @@ PREFIX = "gp:"
 GROUP = "workers"
 #: Behind the name of a watching process: it waits for the job's end alone, hints in between would only cost it time.
 END_ONLY = "."
+#: Never exists: a write to it that changes nothing tells whether the server takes writes.
+PROBE = f"{PREFIX}probe"
 
 
 def node_channel(node: str) -> str:

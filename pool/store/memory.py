@@ -21,8 +21,11 @@ class MemoryGate:
         self._share = 0.0
         self._measured_s = float("-inf")
 
-    def check(self) -> None:
-        """Raises StateUnavailable while more than 85 % of `maxmemory` are in use. Without a limit it never does."""
+    def refusal(self) -> StateUnavailable | None:
+        """Why no new job is taken: more than 85 % of `maxmemory` are in use. Without a limit there is never a reason.
+
+        Raises StateUnavailable when the server cannot be asked.
+        """
         now_s = time.monotonic()
         if now_s - self._measured_s > FRESH_S:
             with state_errors():
@@ -30,8 +33,9 @@ class MemoryGate:
             limit = int(memory.get("maxmemory", 0))
             self._share = int(memory["used_memory"]) / limit if limit else 0.0
             self._measured_s = now_s
-        if self._share > FULL_SHARE:
-            raise StateUnavailable(
-                f"The state server uses {self._share:.0%} of its memory; new jobs are accepted below {FULL_SHARE:.0%}.",
-                code="state_memory_full",
-            )
+        if self._share <= FULL_SHARE:
+            return None
+        return StateUnavailable(
+            f"The state server uses {self._share:.0%} of its memory; new jobs are accepted below {FULL_SHARE:.0%}.",
+            code="state_memory_full",
+        )

@@ -1,16 +1,41 @@
-"""Rebuild of a model's stream from its index, after the stream or its group was lost (deleted, evicted, wiped)."""
+"""Rebuild of a model's stream from its index, after it, its group or an entry was lost (deleted, evicted, wiped)."""
 
 from __future__ import annotations
 
+import redis
+
 from pool.store.connection import Client
-from pool.store.keys import ModelKeys
+from pool.store.keys import GROUP, ModelKeys
 from pool.store.scripts import run_many, script
 
 BATCH = 100
 
 
+def heal(client: Client, keys: ModelKeys) -> None:
+    """Make a lost stream or group again, from the index; nothing while both are there.
+
+    The group comes last: that it is there says that the entries are, whoever dies in between.
+    """
+    if not _has_group(client, keys):
+        rebuild(client, keys)
+        try:
+            client.xgroup_create(keys.queue, GROUP, id="0", mkstream=True)
+        except redis.exceptions.ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+
+def _has_group(client: Client, keys: ModelKeys) -> bool:
+    try:
+        return any(group["name"] == GROUP.encode() for group in client.xinfo_groups(keys.queue))
+    except redis.exceptions.ResponseError as error:
+        if not str(error).startswith("no such key"):
+            raise
+        return False
+
+
 def rebuild(client: Client, keys: ModelKeys) -> int:
-    """Give every unended job that has neither a live lease nor a stream entry its entry back; returns how many.
+    """Give every unended job that has neither a lease nor a stream entry its entry back; returns how many.
 
     Safe to run anywhere, at any time, by several at once: each job is looked at again inside its own script.
     """
@@ -21,7 +46,12 @@ def rebuild(client: Client, keys: ModelKeys) -> int:
         tokens = [member.decode() for member, _ in members if b"#" not in member]
         commands = [
             script("reenqueue")(
-                job=keys.job(token), queue=keys.queue, index=keys.index, leases=keys.leases, token=token
+                job=keys.job(token),
+                queue=keys.queue,
+                index=keys.index,
+                leases=keys.leases,
+                timers=keys.timers,
+                token=token,
             )
             for token in tokens
         ]

@@ -1,12 +1,12 @@
 """What is stored of a job, as values: the submit form, the record that anybody may read, and the worker's hand-out.
 
 Record v1 is a Redis HASH. Fixed at submit: `v kind model tenant lane fairness n seed options params background store
-celery task_id watch run_timeout_ms tombstone_ms created_ms`, and either `input prompt` or, when those are large,
-`blocks prompt_blocks`: the ids of their blocks (pool/store/inputs.py), the prompt's first, and how many those are.
-Changing as it runs: `state entry attempt nonce rank tokens begun_tokens started_ms`, and of lost attempts `losses
-crashes blamed suspect`. Written with the end: `finished_ms outputs prompt_tokens cached_tokens output_tokens engine
-error_code error_message`; a job with `store: false` then loses its prompt and input, and of any job's blocks only
-those of the input stay listed.
+celery task_id watch queue_timeout_ms run_timeout_ms tombstone_ms created_ms`, and either `input prompt` or, when those
+are large, `blocks prompt_blocks`: the ids of their blocks (pool/store/inputs.py), the prompt's first, and how many
+those are. Changing as it runs: `state entry attempt nonce rank tokens begun_tokens started_ms`, `run_left_ms` while it
+waits again, and of lost attempts `losses crashes blamed suspect`. Written with the end: `finished_ms outputs
+prompt_tokens cached_tokens output_tokens engine error_code error_message`; a job with `store: false` then loses its
+prompt and input, and of any job's blocks only those of the input stay listed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class NewJob:
     `options`: the JSON of its GenerationOptions; `input`: that of its prompt as it was given; `prompt`: packed token
     ids, b"" when no tokenizer was at hand; `params`: JSON of what the API echoes in answers; `watch`: the node that
     waits for it, "" for none; `task_id`: the id under which Celery knows it ("" = the job's own id). `queue_timeout_ms`
-    counts until the first attempt begins, `run_timeout_ms` from then, `deadline_ms` (0: none) from submit; after
-    `reader_ms` (0: never) without a reader it is cancelled; its id is remembered `tombstone_ms` longer than its result.
+    counts while it waits its turn, each time anew, `run_timeout_ms` while a worker has it, `deadline_ms` (0: none) from
+    submit; after `reader_ms` (0: never) without a reader it is cancelled; its id is remembered `tombstone_ms` longer
+    than its result.
     """
 
     ref: JobRef
@@ -75,6 +76,7 @@ class NewJob:
             "celery": int(self.celery),
             "task_id": self.task_id or str(self.ref),
             "watch": self.watch,
+            "queue_timeout_ms": self.queue_timeout_ms,
             "run_timeout_ms": self.run_timeout_ms,
             "tombstone_ms": self.tombstone_ms,
         }

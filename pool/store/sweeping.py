@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pool.store.connection import Client, state_errors
+from pool.store.entries import drop, token_of
 from pool.store.ids import MODEL_PATTERN
 from pool.store.inputs import run_endings
 from pool.store.jobs import JobStore
-from pool.store.keys import ModelKeys
+from pool.store.keys import GROUP, ModelKeys
 from pool.store.rebuilding import rebuild
 from pool.store.scripts import Command, run_many, script
 
@@ -48,7 +48,9 @@ class Sweeper:
         """
         assert MODEL_PATTERN.fullmatch(model), "model names come from the catalogue"
         keys = ModelKeys(f"{model}:{shard}")
-        command = script("sweep")(sweep=keys.sweep, leases=keys.leases, queue=keys.queue, lease=self._lease_ms)
+        command = script("sweep")(
+            sweep=keys.sweep, leases=keys.leases, queue=keys.queue, index=keys.index, lease=self._lease_ms
+        )
         # One trip: every process does this a few times a second for each model, for ever.
         looks: list[Command] = [command, ["TIME"], ["ZRANGE", keys.timers, 0, TIMERS - 1, "WITHSCORES"]]
         with state_errors():
@@ -56,9 +58,10 @@ class Sweeper:
             due = _due(clock, timers)
             if code == b"hold":
                 return Swept(held=True, expired=self._expire(keys, due))
-            expired, unbegun = found
+            expired, unbegun, missing = found
             requeued, poisoned = self._take_back(keys, [token.decode() for token in expired])
             requeued += self._requeue_unbegun(keys, unbegun)
+            requeued += rebuild(self._client, keys) if missing else 0
             return Swept(requeued=requeued, poisoned=poisoned, expired=self._expire(keys, due))
 
     def _take_back(self, keys: ModelKeys, tokens: list[str]) -> tuple[int, int]:
@@ -103,29 +106,34 @@ class Sweeper:
 
     def _requeue_unbegun(self, keys: ModelKeys, entries: list[bytes]) -> int:
         """Entries of dead readers. One that was deleted from the stream no longer tells its job: the index does."""
-        commands: list[Any] = []
-        rebuilt = 0
+        commands: list[Command] = []
+        lost: list[bytes] = []
+        nameless: list[bytes] = []
         for entry in entries:
             found = self._client.xrange(keys.queue, entry, entry)
-            if not found:
-                self._client.xack(keys.queue, "workers", entry)
-                rebuilt += rebuild(self._client, keys)
+            token = token_of(found[0][1]) if found else None
+            if token is None:
+                (nameless if found else lost).append(entry)
                 continue
-            token = found[0][1][b"job"].decode()
             commands.append(
                 script("requeue_unbegun")(
                     job=keys.job(token),
                     queue=keys.queue,
                     leases=keys.leases,
+                    timers=keys.timers,
                     token=token,
                     entry=entry,
                     idle=self._lease_ms,
                     nonce="",
                 )
             )
-        replies = run_many(self._client, commands) if commands else []
-        requeued: int = sum(reply[0] == b"requeued" for reply in replies)
-        return rebuilt + requeued
+        requeued: int = sum(reply[0] == b"requeued" for reply in run_many(self._client, commands))
+        drop(self._client, keys, nameless)
+        if lost:
+            # In this order: cut short in between, the next sweep finds them again.
+            requeued += rebuild(self._client, keys)
+            self._client.xack(keys.queue, GROUP, *lost)
+        return requeued
 
 
 def _due(clock: list[bytes], timers: list[bytes]) -> list[list[str]]:

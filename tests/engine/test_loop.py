@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -192,6 +194,45 @@ def test_a_waiting_job_can_be_cancelled() -> None:
     assert loop.cancel("b", 1)
     events = run(loop)
     assert {event.job for event in events} == {"a"}
+    assert loop.capacity().in_flight == 0
+
+
+@pytest.mark.parametrize("replay", [((7,) * 8,), ((7,) * 8, (7,))], ids=["whole job", "one choice"])
+def test_a_job_whose_log_held_an_end_can_be_cancelled(replay: tuple[tuple[int, ...], ...]) -> None:
+    """The cancel comes before the loop has looked at the choice that its log had already ended: nothing is left, and
+    the loop goes on."""
+    loop = make_loop()
+    loop.submit(generation(n=len(replay), attempt=2, replay=replay))
+    assert loop.cancel("a", 2)
+    assert run(loop) == []
+    assert loop.capacity().in_flight == 0
+    assert loop.telemetry()["queue_depth"] == 0
+    loop.submit(generation("b"))
+    assert len(tokens_of(run(loop), "b")) == 8
+
+
+def test_a_cancel_never_overtakes_its_job() -> None:
+    """Another thread cancels a job in the very moment in which it is put into the mailbox: it does not run."""
+    loop = make_loop()
+
+    class Mailbox(deque[Any]):
+        """Has the cancel come just before the job lies in it, if that can be."""
+
+        def append(self, item: Any) -> None:
+            if isinstance(item, Generation):
+                canceller.start()
+                canceller.join(0.2)
+            super().append(item)
+
+    def cancel() -> None:
+        while not loop.cancel("a", 1):
+            pass
+
+    canceller = threading.Thread(target=cancel)
+    loop._inbox = Mailbox()
+    loop.submit(generation())
+    canceller.join()
+    assert run(loop) == []
     assert loop.capacity().in_flight == 0
 
 

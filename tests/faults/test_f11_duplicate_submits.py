@@ -36,7 +36,7 @@ def key_ttls(client: Client) -> list[int]:
 
 def test_f11_one_key_is_one_job(system: System) -> None:
     """Many at once on two nodes: one id, one entry, one start. Another body under the key is refused, and the key
-    outlives the job."""
+    outlives the job, its result and its tombstone."""
     with system.client() as client:
         before = client.xinfo_stream(system.keys().queue)["entries-added"]
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -44,7 +44,9 @@ def test_f11_one_key_is_one_job(system: System) -> None:
         assert {answer.status_code for answer in answers} == {200}
         assert len({answer.json()["id"] for answer in answers}) == 1
         assert client.xinfo_stream(system.keys().queue)["entries-added"] == before + 1
-        assert min(key_ttls(client)) > system.settings.state.result_ttl_seconds
+        state, limits = system.settings.state, system.settings.limits
+        longest_s = limits.queue_timeout_seconds + limits.run_timeout_seconds + state.result_ttl_seconds
+        assert min(key_ttls(client)) > longest_s + state.tombstone_ttl_seconds
     job = answers[0].json()["id"]
     system.accepted.append(job)
 

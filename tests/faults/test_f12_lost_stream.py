@@ -111,6 +111,19 @@ def test_f12_an_idle_worker_notices_and_stays_idle(system: System, loss: str) ->
     system.assert_recovered()
 
 
+def test_f12_a_stream_lost_while_no_worker_runs_is_there_for_the_next(start_system: StartSystem) -> None:
+    """Jobs that were queued then run as soon as a worker starts."""
+    system = start_system(workers=0, delay_ms=1)
+    jobs = [system.submit("say x") for _ in range(3)]
+    with system.client() as client:
+        client.delete(system.keys().queue)
+    system.workers = [system.worker_part(0)]
+    system.workers[0].start()
+    for job in jobs:
+        assert system.ended(job).outputs[0].text == "x"
+    system.assert_recovered()
+
+
 def cpu_s(part: Part) -> float:
     """CPU time that a process has used, in seconds."""
     fields = Path(f"/proc/{part.pid}/stat").read_text().rpartition(")")[2].split()

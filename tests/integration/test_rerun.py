@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -12,8 +13,10 @@ from pool.store.ids import parse_ref
 from pool.store.keys import keys_of
 from pool.store.log import pack, unpack
 from tasks.client import Client
+from tasks.maintenance import Maintenance
 from tasks.payloads import Sampling
-from tasks.rerun import audit_texts
+from tasks.rerun import Reruns, audit_texts
+from tasks.services import open_services
 from tests.builders import request
 from tests.integration.celery_process import Site
 from tests.waiting import wait_until
@@ -47,7 +50,7 @@ def ended(site: Site) -> list[str]:
 def test_the_same_request_gives_the_same_bytes(site: Site, ended: list[str], client: Redis) -> None:
     """Every job whose input was kept is compared; a text that was changed by hand, in record and log alike, so that
     no other invariant sees it, is named."""
-    assert audit_texts(site.settings, 10) == (3, [])
+    assert audit_texts(site.settings, 10) == Reruns(compared=3, not_run=1, differing=())
     ref = parse_ref(ended[0])
     keys = keys_of(ref)
     (output,) = json.loads(client.hget(keys.job(ref.token), "outputs"))
@@ -66,4 +69,20 @@ def test_another_models_texts_are_not_compared(site: Site, ended: list[str], cli
     for job in ended:
         ref = parse_ref(job)
         client.hset(keys_of(ref).job(ref.token), "engine", "another")
-    assert audit_texts(site.settings, 10) == (0, [])
+    assert audit_texts(site.settings, 10) == Reruns(0, 0, ())
+
+
+def test_a_second_run_that_does_not_end_with_its_text_proves_nothing(site: Site, ended: list[str]) -> None:
+    """No worker serves any more and the queue takes one job: that one times out, the others are refused. Neither is a
+    violation, and neither ends the audit."""
+    assert len(ended) == 4
+    site.close()
+    limits = site.settings.limits.model_copy(update={"queue_timeout_seconds": 0.5, "pending_per_model": 1})
+    settings = site.settings.model_copy(update={"limits": limits})
+    with closing(open_services(settings)) as services:
+        upkeep = Maintenance(services.sweeper, ["tiny"])
+        upkeep.start()
+        try:
+            assert audit_texts(settings, 10) == Reruns(compared=0, not_run=4, differing=())
+        finally:
+            upkeep.stop()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
 from celery.exceptions import CeleryCommandException, TaskRevokedError
 from celery.result import AsyncResult
+from celery.worker import state as celery_state
 
 from pool.errors import InvalidRequest
 from pool.store.connection import connect
@@ -18,9 +20,10 @@ from pool.store.server import StateServer
 from tasks.celery import create_app
 from tasks.client import Client
 from tasks.payloads import Sampling, TextPrompt
-from tests.builders import request
+from tests.builders import delivery, request
 from tests.integration.celery_process import Site, Worker
 from tests.waiting import wait_until
+from workers.host import Host
 
 LONG = {"max_tokens": 1900, "sampling": Sampling(temperature=0.0, ignore_eos=True)}
 CANARY = "ZQ-CANARY-17"
@@ -192,6 +195,34 @@ def test_revoke_cancels_running_and_queued_generations(site: Site, app: Celery, 
     for job in held:
         assert ended(jobs, job) in ("cancelled", "incomplete")
     assert site.ranks()[0]["state"] == "loaded"
+
+
+def test_terminate_cancels_running_and_queued_generations_too(site: Site, app: Celery, jobs: Client) -> None:
+    """Celery's other command: the record is cancelled and the slots are free; no signal reaches the worker."""
+    held = [jobs.submit(request(**LONG)) for _ in range(20)]
+    wait_until(lambda: jobs.get(held[0]).logged_tokens > 0, description="a running generation")
+    app.control.broadcast("terminate", arguments={"signal": "KILL", "task_id": held})
+    for job in held:
+        assert ended(jobs, job) in ("cancelled", "incomplete")
+    assert jobs.get(held[-1]).state == "cancelled"
+    wait_until(lambda: all(rank["runtime_inflight"] == 0 for rank in site.ranks()), description="free slots")
+
+
+def test_whatever_terminates_a_request_cancels_its_job(site: Site, app: Celery, jobs: Client) -> None:
+    """Celery's own code may call `terminate` of the request that it sees: that ends the job's record. Ending the
+    generation alone would leave the job running for ever."""
+    services = app.tasks["genpool.generate"].services
+    host = Host(SimpleNamespace(app=app, hostname="seen@here", consumer=None), services, limit=None)
+    job = jobs.submit(request(model="other"))
+    rank = delivery(site.url, "seen@here", model="other")
+    (handout,) = rank.take(1, 1000).handouts
+    host._begun(handout, "other")
+    celery_state.requests[job].terminate(None, signal="KILL")
+    assert jobs.get(job).state == "cancelled"
+    host._left(handout, "cancelled", None)
+    assert job not in celery_state.requests
+    for client in (rank.reader, rank.writer):
+        client.connection_pool.disconnect()
 
 
 def test_the_pool_grows_and_shrinks_generations_in_flight(site: Site, app: Celery) -> None:

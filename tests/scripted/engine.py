@@ -6,6 +6,7 @@ last `|` in it (a conversation is written in one line, its messages parted by `|
     crash AFTER         emit AFTER filler bytes, then kill the process
     raise AFTER         emit AFTER filler bytes, then raise inside each step that it takes part in
     hang AFTER          emit AFTER filler bytes, then never return from the step
+    quit AFTER          emit AFTER filler bytes, then end the thread that steps
 
 Each step takes `delay_ms`. The log gets a line for each beginning, each token and each release, over all processes that
 share it: `start SESSION ATTEMPT PID`, `tok SESSION N PID` and `free SESSION ATTEMPT PID`.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +90,7 @@ class ScriptedEngine:
         line, _, output = text.partition(b"\n")
         verb, _, rest = line.rpartition(b"|")[2].partition(b" ")
         at = len(output)
-        if verb in (b"crash", b"raise", b"hang"):
+        if verb in (b"crash", b"raise", b"hang", b"quit"):
             return self._fault(verb, at, int(rest), session)
         if verb == b"repeat":
             count, _, piece = rest.partition(b" ")
@@ -104,6 +106,8 @@ class ScriptedEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if verb == b"hang":
             time.sleep(HANG_S)
+        if verb == b"quit":
+            sys.exit()
         raise RuntimeError("as scripted")
 
     def _row(self, token: int) -> Logits:

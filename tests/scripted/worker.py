@@ -10,8 +10,9 @@ import os
 import sys
 from pathlib import Path
 
+from celery.__main__ import main
+
 from pool.settings import ModelSettings
-from tasks.celery import app
 from tasks.ports import Engine
 from tests.scripted.engine import ScriptedEngine
 from workers.engines import BACKENDS
@@ -29,4 +30,6 @@ def load(name: str, settings: ModelSettings, weights: Path | None) -> Engine:
 if __name__ == "__main__":
     # The names of backends are fixed by the settings' schema, so this one takes the place of a real one, here only.
     BACKENDS["numpy"] = load
-    app.worker_main(["worker", *sys.argv[1:]])
+    # As `celery` does it: `app.worker_main` would lose the exit code.
+    sys.argv[1:1] = ["-A", "tasks", "worker"]
+    main()

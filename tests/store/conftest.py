@@ -67,6 +67,18 @@ def rank_b(redis_url: str) -> Iterator[Delivery]:
     yield from _delivery(redis_url, "rank-b")
 
 
+@pytest.fixture
+def without_index(redis_url: str, client: Client) -> Iterator[Client]:
+    """A client that the server lets read no index: a rebuild is cut short there."""
+    client.acl_setuser(
+        "cut-short", enabled=True, passwords=["+x"], categories=["+@all"], commands=["-zscan"], keys=["*"]
+    )
+    limited = connect(redis_url.replace("://", "://cut-short:x@", 1))
+    yield limited
+    limited.connection_pool.disconnect()
+    client.acl_deluser("cut-short")
+
+
 def _delivery(url: str, rank: str) -> Iterator[Delivery]:
     made = builders.delivery(url, rank)
     yield made

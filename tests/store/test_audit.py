@@ -16,6 +16,7 @@ from pool.store.log import pack
 from tests.builders import completed, entry, new_job
 
 KEYS = ModelKeys("tiny:0")
+NAMELESS = "99999999999999-1"
 
 
 @pytest.fixture
@@ -63,6 +64,7 @@ BREAKS: dict[str, tuple[str, str, Callable[[Client, dict[str, str]], object]]] =
     "lease of a queued job": ("I6", "queued", lambda c, t: c.zadd(KEYS.leases, {t["queued"]: 1})),
     "record without TTL": ("I7", "completed", lambda c, t: c.persist(KEYS.job(t["completed"]))),
     "log without TTL": ("I7", "completed", lambda c, t: c.persist(KEYS.log(t["completed"]))),
+    "entry of nobody": ("I7", NAMELESS, lambda c, _: c.xadd(KEYS.queue, {"foo": "bar"}, id=NAMELESS)),
     "timer of nobody": ("I7", "nobody", lambda c, _: c.zadd(KEYS.timers, {"run:nobody": 1})),
 }  # fmt: skip
 

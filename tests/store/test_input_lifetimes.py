@@ -65,7 +65,7 @@ class Lives(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.client.flushall()
-        self.rank.ensure_group()
+        self.rank.heal()
         self.lives: list[Life] = []
 
     @rule(chars=LENGTHS, ids=LENGTHS, tenant=st.sampled_from("ab"), store=st.booleans(), tokenized=st.booleans())

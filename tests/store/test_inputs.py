@@ -22,7 +22,7 @@ from pool.store.keys import ModelKeys
 from pool.store.log import pack_ids
 from pool.store.records import NewJob
 from pool.store.scripts import Command
-from tests.builders import RESULT_TTL_MS, completed, entry, job_store, new_job, sweeper
+from tests.builders import LINGER_MS, RESULT_TTL_MS, completed, entry, job_store, new_job, sweeper, swept_steadily
 
 KEYS = ModelKeys("tiny:0")
 #: About 400 KB each, as text and as token ids.
@@ -216,14 +216,14 @@ def _fail(_job: NewJob, _client: Client, rank: Delivery) -> None:
 
 def _expire(job: NewJob, client: Client, _rank: Delivery) -> None:
     client.zadd(KEYS.timers, {f"queue:{job.ref.token}": 1})
+    swept_steadily(client)
     assert sweeper(client).sweep("tiny").expired == 1
 
 
 def _poison(job: NewJob, client: Client, rank: Delivery) -> None:
     begin(rank)
     client.zadd(KEYS.leases, {job.ref.token: 1})
-    seconds, micros = client.time()
-    client.hset(KEYS.sweep, mapping={"last_ms": seconds * 1000 + micros // 1000, "hold_until_ms": 0})
+    swept_steadily(client)
     assert sweeper(client, max_deliveries=1).sweep("tiny").poisoned == 1
     client.expire(KEYS.dead, 60)
 
@@ -238,7 +238,7 @@ ENDINGS: list[Callable[[NewJob, Client, Delivery], None]] = [
 def test_every_ending_lets_go(
     store: JobStore, rank_a: Delivery, client: Client, ending: Callable[..., None], kept: bool
 ) -> None:
-    """The prompt goes at once; the input stays as long as the record, or goes too with `store: false`."""
+    """The prompt goes at once; the input stays a minute longer than the record, or goes too with `store: false`."""
     job = long_job(store=kept)
     store.submit(job)
     assert all(client.ttl(KEYS.input(block)) == -1 for block in blocks(client))
@@ -247,7 +247,8 @@ def test_every_ending_lets_go(
     assert blocks(client) == (ids_of("default", job.input.encode()) if kept else set())
     assert read_input(client, job.ref) == (job.input if kept else None)
     record_ms = client.pexpiretime(KEYS.job(job.ref.token))
-    assert {client.pexpiretime(KEYS.input(block)) for block in blocks(client)} == ({record_ms} if kept else set())
+    until_ms = record_ms + LINGER_MS
+    assert {client.pexpiretime(KEYS.input(block)) for block in blocks(client)} == ({until_ms} if kept else set())
     assert Audit(client, "tiny").run() == []
 
 
@@ -293,7 +294,7 @@ def test_a_block_stays_for_the_last_record_that_keeps_it(
     complete(rank_a, last)
     assert blocks(client) == expected
     longest_ms = max(client.pexpiretime(KEYS.job(handout.lease.token)) for handout in keeping)
-    assert {client.pexpiretime(KEYS.input(block)) for block in expected} == {longest_ms}
+    assert {client.pexpiretime(KEYS.input(block)) for block in expected} == {longest_ms + LINGER_MS}
 
 
 def test_a_new_job_keeps_a_block_that_was_about_to_go(store: JobStore, rank_a: Delivery, client: Client) -> None:

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from pool.errors import JobExpired, JobNotCancellable, JobUnknown, QueueFull, StateUnavailable
+from pool.store.audit import Audit
 from pool.store.connection import Client, connect
 from pool.store.delivery import Delivery
 from pool.store.handouts import Write
@@ -129,7 +130,7 @@ def test_a_finished_job_cannot_be_cancelled(store: JobStore, rank_a: Delivery) -
 
 
 def test_the_end_comes_with_everything_and_starts_the_ttl(store: JobStore, rank_a: Delivery, client: Client) -> None:
-    """One write: state, text, usage, ack, delete, TTL of record and log."""
+    """One write: state, text, usage, ack, delete, TTL of record and log. A log without its record is no leak."""
     job = new_job()
     store.submit(job)
     (handout,) = rank_a.take(1, 10).handouts
@@ -146,7 +147,11 @@ def test_the_end_comes_with_everything_and_starts_the_ttl(store: JobStore, rank_
     assert client.xlen(keys.queue) == 0
     assert client.xpending(keys.queue, "workers")["pending"] == 0
     assert 0 < client.pttl(keys.job(job.ref.token)) <= builders.RESULT_TTL_MS
-    assert 0 < client.pttl(keys.log(job.ref.token)) <= builders.RESULT_TTL_MS
+    # Longer than the record: whoever has read that one finds its log whole.
+    record_ms = client.pexpiretime(keys.job(job.ref.token))
+    assert client.pexpiretime(keys.log(job.ref.token)) == record_ms + builders.LINGER_MS
+    client.delete(keys.job(job.ref.token))
+    assert Audit(client, "tiny").run() == []
     assert client.exists(keys.index, keys.leases) == 0
 
 

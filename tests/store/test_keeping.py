@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import redis
 
 from pool.errors import JobExpired, JobUnknown, KeyConflict, StateUnavailable
 from pool.store.connection import Client
@@ -11,7 +12,7 @@ from pool.store.handouts import Write
 from pool.store.ids import new_ref
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys, idempotency_key
-from pool.store.rebuilding import rebuild
+from pool.store.rebuilding import heal, rebuild
 from tests import builders
 from tests.builders import completed, new_job
 
@@ -54,6 +55,23 @@ def test_an_idempotency_key_stands_for_one_job(store: JobStore, client: Client) 
     assert 0 < client.pttl(idempotency_key("alice", "k")) <= 60_000
 
 
+def test_a_key_that_is_used_lives_on(store: JobStore, client: Client) -> None:
+    """Its job may end later than its limits say: each resend gives the key its whole life again, and none shortens it;
+    a refused one changes nothing."""
+    ref = new_ref("responses", "tiny")
+    store.claim("alice", "k", ref, body_hash="b1", ttl_ms=60_000)
+    key = idempotency_key("alice", "k")
+    client.pexpire(key, 1000)
+    with pytest.raises(KeyConflict):
+        store.claim("alice", "k", ref, body_hash="b2", ttl_ms=60_000)
+    assert client.pttl(key) <= 1000
+    store.claim("alice", "k", ref, body_hash="b1", ttl_ms=60_000)
+    renewed_ms = client.pexpiretime(key)
+    assert client.pttl(key) > 1000
+    store.claim("alice", "k", ref, body_hash="b1", ttl_ms=5000)
+    assert client.pexpiretime(key) == renewed_ms
+
+
 def test_hostile_keys_become_hashes() -> None:
     """Whatever a caller sends, the key has one shape, and tenant and key cannot be confused."""
     names = {
@@ -92,6 +110,47 @@ def test_a_lost_group_or_stream_is_rebuilt_from_the_index(
     assert store.read(done.ref).attempt == 1
 
 
+def test_a_stream_lost_while_nobody_reads_is_found_by_the_next_worker(
+    store: JobStore, client: Client, redis_url: str
+) -> None:
+    """The worker that starts afterwards gets what was queued."""
+    jobs = [new_job(), new_job(n=2)]
+    for job in jobs:
+        store.submit(job)
+    client.delete(KEYS.queue)
+    late = builders.delivery(redis_url, "rank-late")
+    assert {handout.lease.token for handout in late.take(10, 10).handouts} == {job.ref.token for job in jobs}
+    for job in jobs:
+        store.cancel(job.ref)
+    for each in (late.reader, late.writer):
+        each.connection_pool.disconnect()
+
+
+def test_a_rebuild_that_is_cut_short_is_taken_up_again(
+    store: JobStore, client: Client, rank_a: Delivery, without_index: Client
+) -> None:
+    """Whoever finds the stream gone fails before a single entry is back: the next one finds it gone, too."""
+    job = new_job()
+    store.submit(job)
+    client.delete(KEYS.queue)
+    with pytest.raises(redis.exceptions.NoPermissionError):
+        heal(without_index, KEYS)
+    assert rank_a.take(10, 10).handouts == []
+    assert len(rank_a.take(10, 10).handouts) == 1
+    store.cancel(job.ref)
+
+
+def test_a_running_job_without_an_entry_is_the_sweeps(store: JobStore, client: Client, rank_a: Delivery) -> None:
+    """Its worker may live, though its lease has run out while the server was away: a rebuild leaves it alone."""
+    job = new_job()
+    store.submit(job)
+    (handout,) = rank_a.take(1, 10).handouts
+    client.delete(KEYS.queue)
+    client.zadd(KEYS.leases, {job.ref.token: 1})
+    assert rebuild(client, KEYS) == 0
+    assert rank_a.write([Write(handout.lease, 0, (), completed("x"))])[0].code == "ok"
+
+
 def test_a_rebuild_of_a_sound_stream_changes_nothing(store: JobStore, client: Client) -> None:
     """It may run at any time, and twice."""
     jobs = [new_job(n=2) for _ in range(3)]
@@ -102,6 +161,23 @@ def test_a_rebuild_of_a_sound_stream_changes_nothing(store: JobStore, client: Cl
     assert rebuild(client, KEYS) == 3
     assert rebuild(client, KEYS) == 0
     assert client.xlen(KEYS.queue) == 3
+    for job in jobs:
+        store.cancel(job.ref)
+
+
+def test_a_new_stream_may_use_an_id_again(store: JobStore, client: Client, rank_a: Delivery) -> None:
+    """After the loss of a stream, and of time, another job's entry has the id that a job's own had: both get one."""
+    jobs = [new_job() for _ in range(2)]
+    for job in jobs:
+        store.submit(job)
+    client.delete(KEYS.queue)
+    assert rebuild(client, KEYS) == 2
+    entry = client.hget(KEYS.job(jobs[0].ref.token), "entry")
+    client.xdel(KEYS.queue, client.hget(KEYS.job(jobs[1].ref.token), "entry"))
+    client.hset(KEYS.job(jobs[1].ref.token), "entry", entry)
+    assert rebuild(client, KEYS) == 1
+    taken = [handout for _ in range(2) for handout in rank_a.take(5, 10).handouts]
+    assert {handout.lease.token for handout in taken} == {job.ref.token for job in jobs}
     for job in jobs:
         store.cancel(job.ref)
 
@@ -134,6 +210,7 @@ def test_a_nearly_full_server_takes_no_new_jobs_and_lets_old_ones_end(client: Cl
         with pytest.raises(StateUnavailable, match="of its memory") as refusal:
             fresh.submit(refused)
         assert refusal.value.code == "state_memory_full"
+        fresh.submit(job)  # this one is there already
         assert not client.exists(KEYS.job(refused.ref.token))
         client.config_set("maxmemory", 1024)
         assert rank_a.renew([handout.lease])[0].code == "ok"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pool.store.connection import Client
+from pool.store.connection import Client, connect
 from pool.store.delivery import Delivery
 from pool.store.handouts import Ending, Handout
 from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
 from pool.store.log import replay_of
+from pool.store.server import StateServer
 from tasks.ports import ChoiceOutput, Failed, Finished, RunnerCapacity, Tokens
-from tests.builders import new_job
+from tests.builders import LEASE_MS, delivery, job_store, new_job
 from tests.waiting import wait_until
 from workers.outlet import CONGESTION_TOKENS, Outlet
 
@@ -289,3 +293,49 @@ def test_a_stopped_outlet_hands_back_what_has_not_ended(store: JobStore, rank_a:
     assert again.replay == ((5, 6),)
     assert rig.left == [(job.ref.token, "queued", None)]
     store.cancel(job.ref)
+
+
+def test_a_job_that_is_lost_is_let_go_before_the_runner_drops_it(store: JobStore, rank_a: Delivery) -> None:
+    """Whoever submits a job to the runner looks afterwards whether it is still held: in this order, one of the two
+    sees the other."""
+    job = new_job()
+    store.submit(job)
+    rig = Rig(rank_a)
+    handout = rig.take()
+    drop = rig.runner.cancel
+    seen: list[bool] = []
+
+    def dropped(token: str, attempt: int) -> bool:
+        seen.append(rig.outlet.holds(handout))
+        return drop(token, attempt)
+
+    rig.runner.cancel = dropped  # type: ignore[method-assign] # looks on
+    assert rig.outlet.holds(handout)
+    store.cancel(job.ref)
+    rig.outlet.nudge()
+    rig.outlet._turn(everything=False)
+    assert seen == [False]
+
+
+def test_a_deploy_during_an_outage_costs_no_job_a_crash(folder: Path) -> None:
+    """The state server is away for longer than half a lease while a worker leaves: the worker stays until it can hand
+    back, which it can long before anybody would take the job for lost."""
+    with StateServer(folder, port=0) as server:
+        url = server.url
+        client = connect(url)
+        store = job_store(client)
+        job = new_job()
+        store.submit(job)
+        rig = Rig(delivery(url, "rank-a"))
+        rig.outlet.start()
+        rig.take()
+    leaving = threading.Thread(target=rig.outlet.stop)
+    back_s = time.monotonic() + 0.8 * LEASE_MS / 1000
+    leaving.start()
+    wait_until(lambda: time.monotonic() > back_s, description="most of a lease")
+    with StateServer(folder, port=int(url.split(":")[2].split("/")[0])) as server:
+        leaving.join()
+        assert store.read(job.ref).state == "queued"
+        assert rig.left == [(job.ref.token, "queued", None)]
+        for each in (client, rig.delivery.reader, rig.delivery.writer):
+            each.connection_pool.disconnect()

@@ -17,9 +17,9 @@ def test_the_server_accepts_the_verb(verb: Script, client: Client) -> None:
 def test_a_missing_or_unknown_argument_is_a_type_error() -> None:
     """A caller cannot send too few or too many values."""
     with pytest.raises(TypeError, match="needs 'node'"):
-        script("watch")(job="j")
+        script("unwatch")(job="j")
     with pytest.raises(TypeError, match=r"takes no \['colour'\]"):
-        script("watch")(job="j", node="n", colour="red")
+        script("unwatch")(job="j", node="n", colour="red")
 
 
 def test_lists_travel_with_their_length(client: Client) -> None:
@@ -34,7 +34,7 @@ def test_lists_travel_with_their_length(client: Client) -> None:
 
 def test_a_flushed_script_cache_is_refilled(client: Client) -> None:
     """A verb works again after SCRIPT FLUSH, as after a restart of the server."""
-    command = script("watch")(job="gp:{x:0}:job:a", node="n")
+    command = script("unwatch")(job="gp:{x:0}:job:a", node="n")
     assert run(client, command) == [b"gone"]
     client.script_flush()
     assert run(client, command) == [b"gone"]

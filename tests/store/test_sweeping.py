@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import redis
 
 from pool.store.connection import Client
 from pool.store.delivery import Delivery
@@ -88,6 +89,21 @@ def test_after_a_gap_nothing_expires_for_a_full_lease(
     finish(rank_a, running)
 
 
+def test_a_clock_that_went_back_does_not_lengthen_leases(client: Client, running: Handout, rank_a: Delivery) -> None:
+    """Leases that lie ahead by the step end a lease from now, as after any gap; without a step they are nobody's to
+    cut: a worker may have longer ones."""
+    seconds, _ = client.time()
+    ahead_ms = seconds * 1000 + 3_600_000
+    client.zadd(KEYS.leases, {running.lease.token: ahead_ms})
+    steady(client)
+    assert not sweeper(client).sweep("tiny").held
+    assert client.zscore(KEYS.leases, running.lease.token) == ahead_ms
+    client.hset(KEYS.sweep, "last_ms", ahead_ms)
+    assert sweeper(client).sweep("tiny").held
+    assert client.zscore(KEYS.leases, running.lease.token) <= int(client.hget(KEYS.sweep, "last_ms")) + LEASE_MS
+    finish(rank_a, running)
+
+
 def test_the_first_sweep_ever_only_holds(client: Client, running: Handout, rank_a: Delivery) -> None:
     """Without a known last sweep there is no telling how long leases could not be renewed."""
     expire(client, running)
@@ -166,9 +182,14 @@ def test_progress_does_not_excuse_for_ever(client: Client, rank_a: Delivery, run
 
 def lose(client: Client, *handouts: Handout, max_deliveries: int = 3) -> None:
     """Their leases run out, and a sweep gives them back to the queue."""
+    lose_token(client, *(handout.lease.token for handout in handouts), max_deliveries=max_deliveries)
+
+
+def lose_token(client: Client, *tokens: str, max_deliveries: int = 3) -> None:
+    """The same, by token."""
     steady(client)
-    expire(client, *handouts)
-    assert sweeper(client, max_deliveries=max_deliveries).sweep("tiny") == Swept(requeued=len(handouts))
+    client.zadd(KEYS.leases, dict.fromkeys(tokens, 1))
+    assert sweeper(client, max_deliveries=max_deliveries).sweep("tiny") == Swept(requeued=len(tokens))
 
 
 def test_progress_clears_the_crash_count(client: Client, rank_a: Delivery, running: Handout) -> None:
@@ -218,6 +239,39 @@ def test_a_rank_that_lives_takes_the_blame_back(client: Client, rank_a: Delivery
     finish(rank_a, handout)
     survived(client, KEYS, [first.lease])
     assert client.hget(job, "crashes") == b"1"
+
+
+def test_an_attempt_that_its_rank_never_heard_of_is_forgiven_by_its_entry(
+    client: Client, store: JobStore, rank_a: Delivery
+) -> None:
+    """The reply to its begin was lost, so the rank knows no attempt number. Its blame goes; that of others stays."""
+    job = new_job()
+    store.submit(job)
+    (unanswered,) = rank_a.read(1, 100)
+    assert len(list(rank_a.begin([unanswered]))) == 1
+    lose_token(client, unanswered.token)
+    assert rank_a.begin_alone(unanswered) is None
+    heard = take_alone(rank_a)
+    lose(client, heard)
+    key = KEYS.job(unanswered.token)
+    assert client.hmget(key, "crashes", "suspect") == [b"2", b"1"]
+    survived(client, KEYS, [unanswered])
+    assert client.hmget(key, "crashes", "suspect", "blamed") == [b"1", b"0", f"{heard.lease.nonce} ".encode()]
+    finish(rank_a, take_alone(rank_a))
+
+
+def test_a_trial_that_began_is_given_again_to_whoever_asks_with_its_nonce(
+    client: Client, rank_a: Delivery, running: Handout
+) -> None:
+    """Its begin was not answered. It began where nothing else ran; that other jobs begin there now does not undo it."""
+    lose(client, running)
+    (waiting,) = rank_a.take(1, 100).alone
+    first = rank_a.begin_alone(waiting, ALL_ALONE)
+    again = rank_a.begin_alone(waiting, AMONG_OTHERS)
+    assert isinstance(first, Handout)
+    assert isinstance(again, Handout)
+    assert (again.lease, again.alone) == (first.lease, True)
+    finish(rank_a, again)
 
 
 def test_a_waiting_entry_is_kept(client: Client, rank_a: Delivery, rank_b: Delivery, running: Handout) -> None:
@@ -275,6 +329,49 @@ def test_a_job_whose_pending_entry_was_deleted_gets_another(client: Client, stor
     (handout,) = rank_a.take(2, 10).handouts
     assert (handout.lease.token, handout.lease.attempt) == (job.ref.token, 1)
     finish(rank_a, handout)
+
+
+def test_an_entry_is_acknowledged_after_its_job_has_another(
+    client: Client, store: JobStore, rank_a: Delivery, without_index: Client
+) -> None:
+    """A sweep that is cut short in between leaves the deleted entry for the next one to find."""
+    store.submit(new_job())
+    (read,) = rank_a.read(1, 10)
+    client.xclaim(KEYS.queue, GROUP, "rank-dead", 0, [read.id], idle=LEASE_MS + 1, justid=True)
+    client.xdel(KEYS.queue, read.id)
+    for sweep, expected in ((sweeper(without_index), None), (sweeper(client), Swept(requeued=1))):
+        steady(client)
+        # As if missing entries had just been looked for: this one is found by its pending entry.
+        client.hset(KEYS.sweep, "rebuilt_ms", int(client.hget(KEYS.sweep, "last_ms")))
+        if expected is None:
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                sweep.sweep("tiny")
+        else:
+            assert sweep.sweep("tiny") == expected
+    assert client.xpending(KEYS.queue, GROUP)["pending"] == 0
+    finish(rank_a, rank_a.take(2, 10).handouts[0])
+
+
+def test_an_entry_deleted_before_anybody_read_it_is_missed(client: Client, store: JobStore, rank_a: Delivery) -> None:
+    """The index holds a job more than the stream: the job gets its entry back. A job of several choices is one job, and
+    a running one whose entry is gone is looked for once in four leases, not in every sweep."""
+    running, *jobs = [new_job(n=3) for _ in range(3)]
+    store.submit(running)
+    (handout,) = rank_a.take(1, 10).handouts
+    for job in jobs:
+        store.submit(job)
+    steady(client)
+    assert sweeper(client).sweep("tiny") == Swept()
+    assert client.hget(KEYS.sweep, "rebuilt_ms") is None
+    client.xdel(KEYS.queue, client.hget(KEYS.job(jobs[0].ref.token), "entry"))
+    assert sweeper(client).sweep("tiny") == Swept(requeued=1)
+    assert {taken.lease.token for taken in rank_a.take(5, 10).handouts} == {job.ref.token for job in jobs}
+    client.xdel(KEYS.queue, client.hget(KEYS.job(handout.lease.token), "entry"))
+    looked_ms = client.hget(KEYS.sweep, "rebuilt_ms")
+    assert sweeper(client).sweep("tiny") == Swept()
+    assert client.hget(KEYS.sweep, "rebuilt_ms") == looked_ms
+    for job in (running, *jobs):
+        store.cancel(job.ref)
 
 
 def test_consumers_of_dead_ranks_go_unless_something_is_pending_there(

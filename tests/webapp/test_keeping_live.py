@@ -56,6 +56,27 @@ def test_odd_keys_are_refused(node: ApiProcess, worker: PlayingWorker, key: str)
     assert worker.held == 0
 
 
+def test_a_full_queue_leaves_the_key_free(narrow_node: ApiProcess, worker: PlayingWorker) -> None:
+    """Nothing was accepted under it, so another body is no conflict."""
+    assert post(narrow_node, background=True).status_code == 200
+    for tokens in (4, 5):
+        refused = post(narrow_node, "key-3", background=True, max_output_tokens=tokens)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "executor_queue_full")
+        assert refused.headers["x-should-retry"] == "true"
+    assert worker.held == 1
+
+
+def test_a_keyed_queue_timeout_is_not_worth_a_resend(node: ApiProcess, worker: PlayingWorker) -> None:
+    """The resend would find the same failed job, and does; nothing is queued."""
+    first, again = (post(node, "key-4", queue_timeout_seconds=0.3) for _ in range(2))
+    for answer in (first, again):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_timeout")
+        assert answer.headers["x-should-retry"] == "false"
+        assert "retry-after" not in answer.headers
+    assert first.json()["id"] == again.json()["id"]
+    assert worker.held == 0
+
+
 def test_a_keyed_request_finds_its_finished_answer(node: ApiProcess, worker: PlayingWorker) -> None:
     """A resend after the end gets the same answer, without another run."""
     with ThreadPoolExecutor() as pool:

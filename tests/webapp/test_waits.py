@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +11,13 @@ from pathlib import Path
 import httpx
 import pytest
 from flask import Flask
+from werkzeug.test import TestResponse
 
-from pool.errors import JobUnknown
+from pool.errors import JobExpired, JobUnknown
 from pool.rules import jobs
 from pool.store.connection import Client
 from pool.store.handouts import Write
-from pool.store.ids import parse_ref
+from pool.store.ids import JobRef, new_ref, parse_ref
 from pool.store.log import LogEntry
 from pool.store.server import StateServer
 from tests.waiting import wait_until
@@ -125,6 +127,35 @@ def test_without_a_state_server_nothing_is_accepted_and_nothing_hangs(
     assert ready.get_json()["missing"] == ["state server (The state server cannot be reached)"]
 
 
+def test_a_state_server_that_lacks_replicas_refuses_and_goes_on(
+    app: Flask, worker: PlayingWorker, client: Client
+) -> None:
+    """`min-replicas-to-write` is not met: submits and cancels are 503s that may be sent again, the node is not ready,
+    and who waits is answered when writes pass again."""
+    http = app.test_client()
+    job = http.post("/v1/responses", json={**BODY, "background": True}).get_json()["id"]
+    with ThreadPoolExecutor() as pool:
+        result = post_in_thread(pool, app)
+        wait_until(lambda: worker.held == 2, description="both jobs to be queued")
+        client.config_set("min-replicas-to-write", 1)
+        try:
+            for answer in (
+                http.post("/v1/responses", json=BODY),
+                http.post("/v1/responses", json=BODY, headers={"Idempotency-Key": "one"}),
+                http.post(f"/v1/responses/{job}/cancel"),
+            ):
+                assert (answer.status_code, answer.get_json()["error"]["code"]) == (503, "state_unavailable")
+                assert answer.headers["x-should-retry"] == "true"
+            assert "takes no writes" in http.get("/readyz").get_json()["missing"][0]
+            assert http.get(f"/v1/responses/{job}").status_code == 200
+        finally:
+            client.config_set("min-replicas-to-write", 0)
+        with worker.answering("x"):
+            assert result() == (200, "x")
+    assert http.get("/readyz").status_code == 200
+    wait_until(lambda: worker.held == 0, description="no job to be left")
+
+
 def test_an_abandoned_job_is_cancelled_when_the_state_server_is_back(
     make_app: Callable[..., Flask], own_state: StateServer, own_worker: PlayingWorker
 ) -> None:
@@ -152,11 +183,67 @@ def test_a_job_that_disappears_ends_its_waits(app: Flask, worker: PlayingWorker,
         while waiter.next(10) is not None:
             pass
     waiter.close()
-    assert '"code":"not_found"' in stream.get_data(as_text=True)
+    events = stream.get_data(as_text=True).strip().split("\n\n")
+    *_, before, last = (event for event in events if event.startswith("event: "))
+    assert last.startswith("event: error\n") and '"code":"not_found"' in last
+    number = re.compile(r'"sequence_number":(\d+)')
+    assert number.findall(last) == number.findall(before), "whoever continues after the error must miss no event"
     with pytest.raises(JobUnknown):
         node.waits.follow(ref, 0)
     stream.close()
     assert len(node.waits) == 0
+
+
+def test_a_job_that_expires_while_it_is_waited_for_has_expired(
+    app: Flask, worker: PlayingWorker, client: Client
+) -> None:
+    """Its waiter missed the end for longer than the result was kept: gone, not unknown."""
+    node = node_of(app)
+    ref = parse_ref(app.test_client().post("/v1/responses", json={**BODY, "background": True}).get_json()["id"])
+    waiter = node.waits.follow(ref, 0)
+    worker.hints = False
+    worker.finish(worker.take())
+    client.delete(worker.keys.job(ref.token))
+    with pytest.raises(JobExpired):
+        while waiter.next(10) is not None:
+            pass
+    waiter.close()
+
+
+def reader_due_ms(client: Client, worker: PlayingWorker, ref: JobRef) -> float:
+    """When the job is cancelled for want of a reader, in the state server's ms from now."""
+    seconds, micros = client.time()
+    due_ms = client.zscore(worker.keys.timers, f"reader:{ref.token}")
+    assert due_ms is not None
+    return float(due_ms) - seconds * 1000 - micros / 1000
+
+
+def test_a_new_reader_counts_at_once(make_app: Callable[..., Flask], worker: PlayingWorker, client: Client) -> None:
+    """A job whose reader is gone is about to be cancelled: whoever asks for it now, with the same key or by its id, is
+    its reader from the first moment on. The time set covers the grace and the way to the next periodic turn."""
+    grace_s = 60
+    app = make_app(orphan_grace_seconds=grace_s)
+    node, http = node_of(app), app.test_client()
+
+    def ask() -> TestResponse:
+        headers = {"Idempotency-Key": "one"}
+        return http.post("/v1/responses", json={**BODY, "stream": True}, headers=headers, buffered=False)
+
+    def about_to_be_cancelled() -> None:
+        assert client.zadd(worker.keys.timers, {f"reader:{ref.token}": 1}, xx=True, ch=True) == 1
+
+    streams = [ask()]
+    (token,) = client.zrange(worker.keys.index, 0, -1)
+    ref = new_ref("responses", MODEL, token=token.decode())
+    wait_until(lambda: node.waits._next_hold_s > 0, description="the periodic turn, the next is 20 s away")
+    about_to_be_cancelled()
+    streams.append(ask())
+    assert reader_due_ms(client, worker, ref) > grace_s * 1000 * 5 / 4
+    about_to_be_cancelled()
+    node.waits.follow(ref, 0).close()
+    assert reader_due_ms(client, worker, ref) > grace_s * 1000 * 5 / 4
+    for each in streams:
+        each.close()
 
 
 def test_many_waiters_share_few_connections(worker: PlayingWorker, other_node: ApiProcess, client: Client) -> None:

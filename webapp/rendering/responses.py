@@ -158,9 +158,10 @@ class ResponsesStream:
             yield from self._ending(record)
 
     def failure(self, error: GenpoolError) -> Iterator[str]:
-        """In band: the stream cannot go on."""
+        """In band: the stream cannot go on. It is no event of the job's: it repeats the number of the last one, after
+        which a client may continue."""
         self.ended = True
-        number = max(self._next, self._after + 1)
+        number = max(self._next - 1, self._after)
         data = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         yield sse.event("error", data | {"sequence_number": number})
 

@@ -48,5 +48,5 @@ def _sync(node: Node, order: Order) -> Response:
             waiter.close()
     failure = failure_of(record)
     if failure is not None:
-        return answer_for(failure, job=record.id).response()
+        return answer_for(failure, job=record.id, keyed=order.key is not None).response()
     return jsonify(chat_completion(record))

@@ -81,7 +81,7 @@ def _sync(node: Node, order: Order) -> Response:
             waiter.close()
     failure = failure_of(record)
     if failure is not None and failure.code != "cancelled":
-        return answer_for(failure, job=record.id).response()
+        return answer_for(failure, job=record.id, keyed=order.key is not None).response()
     return _shown(View(record, entries, len(entries)))
 
 

@@ -2,7 +2,7 @@
 -- KEY key hash with TTL
 -- ARG job str id to bind it to
 -- ARG body str hash of the request body
--- ARG ttl ms
+-- ARG ttl ms the key lives from its last use on, at least
 -- RETURN {"new"} | {"same", job} | {"other"}
 local seen = redis.call('HMGET', key, 'job', 'body')
 if not seen[1] then
@@ -11,4 +11,5 @@ if not seen[1] then
   return {'new'}
 end
 if seen[2] ~= body then return {'other'} end
+redis.call('PEXPIRE', key, ttl, 'GT')
 return {'same', seen[1]}

@@ -22,11 +22,16 @@ local timer = kind .. ':' .. token
 local due_ms = redis.call('ZSCORE', timers, timer)
 if not due_ms then return {'void'} end
 if tonumber(due_ms) > at_ms then return {'early'} end
-if kind == 'reader' then
-  -- As with leases: a reader that had no server to tell that it is there is not gone.
-  local swept = redis.call('HMGET', sweep, 'last_ms', 'hold_until_ms')
-  local gap_ms = at_ms - tonumber(swept[1] or 0)
-  if gap_ms < 0 or gap_ms > lease / 2 or tonumber(swept[2] or 0) > at_ms then return {'early'} end
+-- As with leases: after a gap in the sweeps a reader has a lease's time to say that it is there. So have workers to begin
+-- or end what timed out in the gap; a deadline is a point in time. Put off, a timer is not in the way of those behind it.
+local swept = redis.call('HMGET', sweep, 'last_ms', 'hold_until_ms', 'back_ms')
+local gap_ms = at_ms - tonumber(swept[1] or 0)
+local gap = gap_ms < 0 or gap_ms > lease / 2
+local hold_until_ms = gap and at_ms + lease or tonumber(swept[2] or 0)
+local in_gap = gap or tonumber(due_ms) <= tonumber(swept[3] or 0)
+if hold_until_ms > at_ms and (kind == 'reader' or kind ~= 'deadline' and in_gap) then
+  redis.call('ZADD', timers, hold_until_ms, timer)
+  return {'early'}
 end
 local seen = redis.call('HMGET', job, unpack(ENDING))
 local live = seen[1] == 'queued' or seen[1] == 'running'

@@ -2,13 +2,14 @@
 -- KEY job hash
 -- KEY queue stream
 -- KEY leases zset
+-- KEY timers zset
 -- ARG token str
 -- ARG attempt str
 -- ARG nonce str
--- INCLUDE fence requeue
+-- INCLUDE clock fence requeue
 -- FLAGS allow-oom
 -- RETURN {"ok"} | {"stale", state} | {"gone"}
 local refusal = refused(job, attempt, nonce)
 if refusal then return refusal end
-requeue(job, queue, leases, token)
+requeue(job, queue, leases, timers, token, now_ms())
 return {'ok'}

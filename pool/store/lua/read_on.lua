@@ -4,7 +4,7 @@
 -- ARG tokens list at most 100
 -- INCLUDE clock
 -- FLAGS allow-oom
--- RETURN how many timers changed or went
+-- RETURN {"ok", how many timers changed or went}
 local count = 0
 local until_ms = now_ms() + hold
 for _, token in ipairs(tokens) do
@@ -14,4 +14,4 @@ for _, token in ipairs(tokens) do
     count = count + redis.call('ZADD', timers, 'XX', 'CH', until_ms, 'reader:' .. token)
   end
 end
-return count
+return {'ok', count}

@@ -1,10 +1,12 @@
--- reenqueue: give a job that has neither a live lease nor a stream entry its entry back. Part of a rebuild.
+-- reenqueue: give a job that has neither a lease nor a stream entry its entry back. Part of a rebuild.
+-- A lease that has run out counts too: ending leases is the sweep's, which gives such a job a new entry.
 -- KEY job hash
 -- KEY queue stream
 -- KEY index zset
 -- KEY leases zset
+-- KEY timers zset
 -- ARG token str
--- INCLUDE clock
+-- INCLUDE clock requeue
 -- FLAGS allow-oom
 -- RETURN {"requeued"} | {"live"} | {"void"}
 local seen = redis.call('HMGET', job, 'state', 'entry')
@@ -13,10 +15,10 @@ if seen[1] ~= 'queued' and seen[1] ~= 'running' then
   for choice = 1, 15 do redis.call('ZREM', index, token .. '#' .. choice) end
   return {'void'}
 end
-local until_ms = redis.call('ZSCORE', leases, token)
-if until_ms and tonumber(until_ms) > now_ms() then return {'live'} end
-if #redis.call('XRANGE', queue, seen[2], seen[2]) > 0 then return {'live'} end
-local fresh = redis.call('XADD', queue, '*', 'job', token)
-redis.call('HSET', job, 'state', 'queued', 'entry', fresh)
-redis.call('ZREM', leases, token)
+if redis.call('ZSCORE', leases, token) then return {'live'} end
+local there = redis.call('XRANGE', queue, seen[2], seen[2])[1]
+if there and there[2][2] == token then return {'live'} end
+-- A new stream may have given its entry's id to another job.
+if there then redis.call('HSET', job, 'entry', '0-0') end
+requeue(job, queue, leases, timers, token, now_ms())
 return {'requeued'}

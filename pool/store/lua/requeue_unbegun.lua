@@ -3,11 +3,12 @@
 -- KEY job hash
 -- KEY queue stream
 -- KEY leases zset
+-- KEY timers zset
 -- ARG token str
 -- ARG entry str
 -- ARG idle ms the entry must have been pending untouched
 -- ARG nonce str with which its rank tried to begin it, "" when another one asks
--- INCLUDE requeue
+-- INCLUDE clock requeue
 -- FLAGS allow-oom
 -- RETURN {"requeued"} | {"live"} | {"dropped"}
 if #redis.call('XPENDING', queue, 'workers', 'IDLE', idle, entry, entry, 1) == 0 then return {'live'} end
@@ -20,5 +21,5 @@ end
 if redis.call('ZSCORE', leases, token) and (nonce == '' or redis.call('HGET', job, 'nonce') ~= nonce) then
   return {'live'}
 end
-requeue(job, queue, leases, token)
+requeue(job, queue, leases, timers, token, now_ms())
 return {'requeued'}

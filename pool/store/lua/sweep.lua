@@ -1,20 +1,33 @@
--- sweep: which leases have run out, and which entries were read but never begun. Changes no job.
+-- sweep: which leases have run out, which entries were read but never begun, and whether entries are missing.
+-- Changes no job.
 -- A gap since the last sweep longer than half a lease, or a clock that went back, means that renewals may have been
 -- impossible: then nothing expires for a full lease.
+-- After a clock that went back, leases lie ahead by as much: they are cut to a full one, or a dead rank would keep its
+-- jobs for that long.
+-- Every unended job has one entry, so a stream that is shorter than that has lost some. A running job whose entry is
+-- gone ends without it, so this is told once in four leases at most.
 -- Consumers that hold nothing and have not read for two leases belong to ranks that are gone, and go too.
 -- KEY sweep hash
 -- KEY leases zset
 -- KEY queue stream
+-- KEY index zset
 -- ARG lease ms
 -- INCLUDE clock
 -- FLAGS allow-oom
--- RETURN {"hold"} | {"ok", {token ...}, {entry ...}}
+-- RETURN {"hold"} | {"ok", {token ...}, {entry ...}, 1 when entries are missing}
 local at_ms = now_ms()
-local seen = redis.call('HMGET', sweep, 'last_ms', 'hold_until_ms')
+local seen = redis.call('HMGET', sweep, 'last_ms', 'hold_until_ms', 'rebuilt_ms')
 local gap_ms = seen[1] and at_ms - tonumber(seen[1])
 local hold_until_ms = tonumber(seen[2] or 0)
-if not gap_ms or gap_ms < 0 or gap_ms > lease / 2 then hold_until_ms = at_ms + lease end
+local gap = gap_ms and (gap_ms < 0 or gap_ms > lease / 2)
+if gap or not gap_ms then hold_until_ms = at_ms + lease end
 redis.call('HSET', sweep, 'last_ms', at_ms, 'hold_until_ms', hold_until_ms)
+if gap then redis.call('HSET', sweep, 'back_ms', at_ms) end
+if gap and gap_ms < 0 then
+  for _, token in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. at_ms + lease, '+inf', 'LIMIT', 0, 1000)) do
+    redis.call('ZADD', leases, at_ms + lease, token)
+  end
+end
 if hold_until_ms > at_ms then return {'hold'} end
 local expired = redis.call('ZRANGEBYSCORE', leases, '-inf', at_ms, 'LIMIT', 0, 100)
 local unbegun = {}
@@ -28,4 +41,11 @@ if redis.call('EXISTS', queue) == 1 then
     end
   end
 end
-return {'ok', expired, unbegun}
+local missing = 0
+local since_ms = at_ms - tonumber(seen[3] or 0)
+-- Further choices of a job have no time in the index.
+if (since_ms < 0 or since_ms > 4 * lease) and redis.call('ZCOUNT', index, 1, '+inf') > redis.call('XLEN', queue) then
+  missing = 1
+  redis.call('HSET', sweep, 'rebuilt_ms', at_ms)
+end
+return {'ok', expired, unbegun, missing}

@@ -34,12 +34,12 @@ local before = redis.call('HMGET', job, 'begun_tokens', 'crashes', 'blamed', 'su
 local losses = redis.call('HINCRBY', job, 'losses', 1)
 local crashes, blamed = 0, ''
 if tonumber(seen[8] or 0) == tonumber(before[1] or 0) then
-  crashes, blamed = tonumber(before[2] or 0) + 1, (before[3] or '') .. seen[9] .. ' '
+  crashes, blamed = tonumber(before[2] or 0) + 1, (before[3] or '') .. seen[10] .. ' '
 end
 local suspect = crashes > 0 and crashes >= cap - 1 and 1 or 0
 redis.call('HSET', job, 'crashes', crashes, 'blamed', blamed, 'suspect', suspect)
 if not (crashes >= cap and (before[4] == '1' or cap == 1) or losses >= 10 * cap) then
-  requeue(job, queue, leases, token)
+  requeue(job, queue, leases, timers, token, at_ms)
   return {'requeued', seen[4] or '', seen[5] or ''}
 end
 redis.call('XADD', dead, 'MAXLEN', '~', keep, '*', 'job', token, 'code', 'poison', 'losses', losses, 'rank', seen[5])

@@ -11,7 +11,8 @@ local function undeclared(listed, blocks)
   end
 end
 
--- An ended job lets go of its blocks. Those of its input stay until `until_ms`, when its record goes; 0: they need not.
+-- An ended job lets go of its blocks. Those of its input stay until `until_ms`, a little longer than its record;
+-- 0: they need not.
 local function release(job, token, listed, blocks, until_ms)
   local of_prompt = tonumber(redis.call('HGET', job, 'prompt_blocks'))
   for i, block in ipairs(blocks) do

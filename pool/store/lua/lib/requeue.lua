@@ -1,10 +1,18 @@
 -- Puts a job back at the end of its stream under a new entry id: a new entry wakes a blocked reader, an entry left in a
 -- pending list wakes nobody.
-local function requeue(job, queue, leases, token)
-  local entry = redis.call('HGET', job, 'entry')
-  redis.call('XACK', queue, 'workers', entry)
-  redis.call('XDEL', queue, entry)
+-- Its run timer pauses while it waits its turn again: begin.lua sets what is left of it. Meanwhile it has its queue
+-- timeout again, or the run time that was left if that is longer, so that it ends though nobody ever begins it.
+local function requeue(job, queue, leases, timers, token, at_ms)
+  local seen = redis.call('HMGET', job, 'entry', 'queue_timeout_ms')
+  redis.call('XACK', queue, 'workers', seen[1])
+  redis.call('XDEL', queue, seen[1])
   local fresh = redis.call('XADD', queue, '*', 'job', token)
   redis.call('HSET', job, 'state', 'queued', 'entry', fresh)
   redis.call('ZREM', leases, token)
+  local left_ms = tonumber(redis.call('ZSCORE', timers, 'run:' .. token) or 0) - at_ms
+  -- One that is due is the sweep's to carry out.
+  if left_ms <= 0 then return end
+  redis.call('HSET', job, 'run_left_ms', left_ms)
+  redis.call('ZREM', timers, 'run:' .. token)
+  redis.call('ZADD', timers, at_ms + math.max(left_ms, tonumber(seen[2] or 0)), 'queue:' .. token)
 end

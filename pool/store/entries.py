@@ -1,0 +1,30 @@
+"""Which job a stream entry names. Anybody who reaches the state server can add one that names none: it is dropped by
+whoever meets it, a reader or the sweep."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+
+from pool.store.connection import Client
+from pool.store.keys import GROUP, ModelKeys
+
+log = logging.getLogger("genpool.entries")
+
+_TOKEN = re.compile(rb"[0-9a-f]{32}")
+
+
+def token_of(fields: Mapping[bytes, bytes]) -> str | None:
+    """The job's token; None when the entry names no job."""
+    token = fields.get(b"job", b"")
+    return token.decode() if _TOKEN.fullmatch(token) else None
+
+
+def drop(client: Client, keys: ModelKeys, entries: Sequence[bytes]) -> None:
+    """Remove entries that name no job, here and from the pending list. Says how many, and nothing of what they hold."""
+    if entries:
+        log.warning("%s: %d stream entries that name no job, dropped", keys.tag, len(entries))
+        # Deleted first: what is only acknowledged would stay in the stream for ever.
+        client.xdel(keys.queue, *entries)
+        client.xack(keys.queue, GROUP, *entries)

@@ -1,0 +1,60 @@
+"""Time limits end what nobody runs, and nothing that only has to wait its turn again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.conftest import StartSystem
+from tests.system import SCRIPTED, TINY
+from tests.waiting import wait_until
+
+
+@pytest.mark.parametrize("sweeper", ["api", "worker"])
+def test_jobs_of_a_disabled_model_end_by_their_time_limits(start_system: StartSystem, sweeper: str) -> None:
+    """Only one process is left, and it does not serve the model: it fails the job all the same, and a worker writes the
+    Celery result."""
+    system = start_system(
+        workers=0,
+        serves=TINY,
+        sections={
+            "limits": {"queue_timeout_seconds": 2},
+            "worker": {"lease_seconds": 1.5, "renew_seconds": 0.4},
+            "state": {"celery_results": "all"},
+        },
+    )
+    job = system.submit("say x")
+    system.apis[0].terminate()
+    part = system.apis[0] if sweeper == "api" else system.worker_part(0)
+    part.env[f"GENPOOL_MODELS__{SCRIPTED.upper()}__ENABLED"] = "false"
+    part.start()
+    record = system.ended(job)
+    assert (record.state, record.error_code) == ("failed", "queue_timeout")
+    if sweeper == "worker":
+        with system.client() as client:
+            wait_until(lambda: client.zcard(system.keys().outbox) == 0, description="its result")
+    part.terminate()
+
+
+def test_a_deploy_under_a_backlog_costs_no_run_time(start_system: StartSystem) -> None:
+    """A job that is handed back waits behind others for longer than its run timeout: it has not run meanwhile, and
+    ends whole."""
+    system = start_system(
+        workers=1,
+        delay_ms=20,
+        models={SCRIPTED: {"target_inflight": 1}},
+        sections={"worker": {"drain_grace_seconds": 0}, "limits": {"run_timeout_seconds": 4}},
+    )
+    (worker,) = system.workers
+    first = system.submit("repeat 60 x")
+    wait_until(lambda: system.tokens(first) > 3, description="it to run")
+    others = [system.submit("repeat 100 y") for _ in range(3)]
+    worker.terminate()
+    worker.start()
+    system.await_worker(worker)
+    for job, text in ((first, "x" * 60), *((job, "y" * 100) for job in others)):
+        assert system.ended(job).outputs[0].text == text
+    record = system.record(first)
+    assert record.attempt == 2
+    assert record.started_ms is not None and record.finished_ms is not None
+    assert record.finished_ms - record.started_ms > 4000, "it did not wait for longer than its run timeout"
+    system.assert_recovered()
