@@ -29,7 +29,7 @@ test-redis7: $(STAMP) ## Run the store's and the state server's tests on Redis 7
 		$(BIN)/python -m pytest -q tests/store tests/integration/test_state_server.py
 
 faults-long: $(STAMP) ## Do every fault of the state server on both servers, with all settings.
-	FAULTS=long $(BIN)/python -m pytest -q tests/faults/test_state_server.py
+	FAULTS=long $(BIN)/python -m pytest -q tests/faults/test_faulty_server.py
 
 lint: $(STAMP) ## Check format, style, types, the layers' borders, file lengths and Lua headers.
 	$(BIN)/ruff format --check .
