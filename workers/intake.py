@@ -40,7 +40,7 @@ ALONE_WAIT_S = 0.01
 KEEP_LEASES = 0.25
 #: How long a job before its last try waits for an empty process, in leases, while nothing else begins there. Then it
 #: begins beside jobs that have shown tokens, as at its second try: they lose a replay at most.
-PATIENCE_LEASES = 1
+PATIENCE_LEASES = 0.1
 
 #: Called in the intake's thread for each job it begins.
 OnBegun = Callable[[Handout], None]
