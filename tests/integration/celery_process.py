@@ -61,20 +61,15 @@ class Site:
 
     def celery(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `celery -A tasks ARGUMENTS` to its end."""
-        return subprocess.run(
-            [sys.executable, "-m", "celery", "-A", "tasks", *arguments],
-            cwd=ROOT,
-            env=self.env,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return self._run("-m", "celery", "-A", "tasks", *arguments)
 
     def run_genpool(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `genpool ARGUMENTS` to its end."""
+        return self._run(str(ROOT / "genpool.py"), *arguments)
+
+    def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, str(ROOT / "genpool.py"), *arguments],
+            [sys.executable, *arguments],
             cwd=ROOT,
             env=self.env,
             capture_output=True,
