@@ -42,6 +42,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
 MODELS = {SCRIPTED: {"target_inflight": 12}, TINY: {"target_inflight": 4, "threads": 1}}
 REST_S = 60.0
 SAY_EVERY_S = 30.0
+#: A run of this length must do each fault to each victim, and so many of both.
+FULL_S, FULL_FAULTS, FULL_JOBS = 600.0, 60, 1000
 
 
 class ChaosSystem(System):
@@ -200,6 +202,16 @@ def report(run: Run, verdict: Verdict) -> dict[str, Any]:
     }
 
 
+def shortcomings(figures: dict[str, Any]) -> list[str]:
+    """What a full run must have done to prove anything."""
+    found = [f"never done: {fault}" for fault in figures["faults_missing"]]
+    if figures["faults_done"] < FULL_FAULTS:
+        found.append(f"only {figures['faults_done']} faults; {FULL_FAULTS} are asked for")
+    if figures["jobs"].get("acknowledged", 0) < FULL_JOBS:
+        found.append(f"only {figures['jobs'].get('acknowledged', 0)} jobs; {FULL_JOBS} are asked for")
+    return found
+
+
 def show(figures: dict[str, Any], problems: list[str]) -> None:
     """The table for people."""
     kinds = [*KINDS, *STATE_KINDS]
@@ -241,6 +253,8 @@ def main() -> int:
         run.system.close()
     problems = [*verdict.faults, *map(str, run.violations), *run.leftovers]
     figures = report(run, verdict)
+    if options.seconds >= FULL_S:
+        problems += shortcomings(figures)
     show(figures, problems)
     if options.json:
         with options.json.open("a") as out:

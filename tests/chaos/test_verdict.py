@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pool.store.records import Output
+from tests.chaos.driver import shortcomings
 from tests.chaos.ledger import Account, Ledger, judge
 
 JOB = "resp_scripted.0_" + "a" * 32
@@ -79,6 +80,14 @@ def test_a_lost_answer_may_leave_one_job_that_ends(ledger: Ledger) -> None:
     account(ledger, ids=set(), state="", refused=True, lost_answers=1)
     assert judge(ledger, {JOB: Stored()}).faults == []
     assert [fault.partition(":")[0] for fault in judge(ledger, {JOB: Stored(state="queued")}).faults] == ["lost"]
+
+
+def test_a_full_run_must_have_done_its_work() -> None:
+    """A run without one of the faults, with few faults or few jobs proves too little, and says so."""
+    good = {"faults_missing": [], "faults_done": 60, "jobs": {"acknowledged": 1000}}
+    assert shortcomings(good) == []
+    for lacking in ({"faults_missing": ["kill state"]}, {"faults_done": 59}, {"jobs": {}}):
+        assert len(shortcomings(good | lacking)) == 1
 
 
 def test_a_poisonous_job_fails_by_that_name(ledger: Ledger) -> None:
