@@ -301,10 +301,12 @@ class Waits:
     def _read(self, waiters: Sequence[Waiter]) -> None:
         for start in range(0, len(waiters), BATCH):
             part = waiters[start : start + BATCH]
-            for waiter, view in zip(part, self._views(part), strict=True):
+            # Before the read: a job that is stored meanwhile, and its waiter armed, is not gone for not being found.
+            armed = [waiter.armed for waiter in part]
+            for waiter, was_armed, view in zip(part, armed, self._views(part), strict=True):
                 if view is not None:
                     waiter.deliver(view)
-                elif waiter.armed:
+                elif was_armed:
                     waiter.deliver(self._store.absence(waiter.ref))
 
     def _views(self, waiters: Sequence[Waiter]) -> Sequence[News | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,13 +18,15 @@ from pool.rules import jobs
 from pool.store.connection import Client
 from pool.store.handouts import Write
 from pool.store.ids import JobRef, new_ref, parse_ref
+from pool.store.jobs import JobStore, View
 from pool.store.log import LogEntry
 from pool.store.server import StateServer
+from tests.builders import new_job
 from tests.waiting import wait_until
 from tests.webapp.api_process import ApiProcess
 from tests.webapp.playing_worker import MODEL, PlayingWorker
 from webapp.node import CONNECTIONS, Node
-from webapp.waits import Waiter
+from webapp.waits import Waiter, Waits
 
 BODY = {"model": MODEL, "input": "hi"}
 
@@ -296,6 +298,44 @@ def test_every_reader_of_one_job_hears_everything(app: Flask, worker: PlayingWor
     assert heard(late) == "two"
     early.close()
     late.close()
+
+
+class SlowReplies(JobStore):
+    """A store whose reads come in, but are looked at only when the test says so."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__(client, result_ttl_ms=60_000, pending_per_model=5)
+        self.read = threading.Event()
+        self.go_on = threading.Event()
+
+    def views(self, wanted: Sequence[tuple[JobRef, int]]) -> list[View | None]:
+        """As the store's own."""
+        found = super().views(wanted)
+        if wanted:
+            self.read.set()
+            assert self.go_on.wait(10)
+        return found
+
+
+def test_a_job_stored_after_the_reader_looked_for_it_is_not_gone(client: Client, worker: PlayingWorker) -> None:
+    """The reader looks for all waiters when it subscribes, also for those whose jobs are only being submitted."""
+    store = SlowReplies(client)
+    waits = Waits(store, client, grace_ms=30_000)
+    job = new_job(model=MODEL, watch=waits.node_id)
+    waiter = waits.open(job.ref)
+    try:
+        assert store.read.wait(10)
+        store.submit(job)
+        waiter.arm()
+        store.go_on.set()
+        worker.finish(worker.take())
+        view = waiter.next(10)
+        while view is not None and not view.record.terminal:
+            view = waiter.next(10)
+        assert view is not None and view.record.state == jobs.COMPLETED
+    finally:
+        waiter.close()
+        waits.close()
 
 
 def test_what_a_caller_read_itself_does_not_come_again(app: Flask, worker: PlayingWorker) -> None:
