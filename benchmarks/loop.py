@@ -44,7 +44,7 @@ class Stack:
 
     def __init__(self, settings: Settings) -> None:
         self._services = open_services(settings)
-        self._waits = Waits(self._services.store, self._services.client, hold_ms=15_000)
+        self._waits = Waits(self._services.store, self._services.client, grace_ms=15_000)
         self._readers = ThreadPoolExecutor(STREAMS)
 
     def ready(self) -> bool:

@@ -17,7 +17,7 @@ class Client:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._waits = Waits(services.store, services.client, hold_ms=15_000)
+        self._waits = Waits(services.store, services.client, grace_ms=15_000)
 
     def enqueue(self) -> None:
         """Submit one job that nobody waits for."""

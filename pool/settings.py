@@ -75,7 +75,7 @@ class StateSettings(Section):
     )
     appendfsync: Literal["everysec", "always"] = Field(
         default="everysec",
-        description="The embedded server's AOF policy. `everysec` can lose the last second at a power cut.",
+        description="When the embedded server's AOF is synced. `everysec` can lose the last second at a power cut.",
     )
     result_ttl_seconds: int = Field(
         default=86400, ge=1, le=31_536_000, description="How long a job can be read after it ended."

@@ -26,6 +26,7 @@ import redis
 from pool.errors import ConfigurationError, StateUnavailable
 from pool.store import leash
 from pool.store.connection import connect
+from pool.store.log_sync import LogSync
 from pool.store.server_binary import find_binary
 from pool.store.torn_log import cut_torn_transaction
 
@@ -74,20 +75,23 @@ def _ping(url: str, timeout_s: float) -> bool:
 
 class StateServer:
     """One server process on `folder`. `port` None: unix socket only; else it listens on 127.0.0.1 at that port (0: a
-    free one) without any password, which is meant for tests and tools on this machine."""
+    free one) without any password, which is meant for tests and tools on this machine.
+
+    `appendfsync` "everysec": whoever holds the folder syncs once a second (`pool.store.log_sync`), not the server."""
 
     def __init__(
         self,
         folder: Path,
         *,
-        appendfsync: Literal["everysec", "always", "no"] = "everysec",
+        appendfsync: Literal["everysec", "always"] = "everysec",
         loglevel: Literal["debug", "verbose", "notice", "warning"] = "notice",
         port: int | None = None,
         extra_args: Sequence[str] = (),
     ) -> None:
         self.folder = folder.absolute()
         self.log_path = self.folder / "valkey.log"
-        self._appendfsync = appendfsync
+        self._syncs_itself = appendfsync == "always"
+        self._log_sync: LogSync | None = None
         self._loglevel = loglevel
         self._port = _free_port() if port == 0 else port
         self._extra_args = tuple(extra_args)
@@ -149,7 +153,7 @@ class StateServer:
             listen = ["--port", str(self._port), "--bind", "127.0.0.1"]
         return [
             *(str(find_binary()), *listen, "--dir", str(self.folder), "--daemonize", "no"),
-            *("--appendonly", "yes", "--appendfsync", self._appendfsync, "--save", ""),
+            *("--appendonly", "yes", "--appendfsync", "always" if self._syncs_itself else "no", "--save", ""),
             *("--maxmemory-policy", "noeviction", "--loglevel", self._loglevel, *self._extra_args),
         ]
 
@@ -159,7 +163,8 @@ class StateServer:
         return () if self._lock_fd is None else (self._lock_fd,)
 
     def acquire(self) -> None:
-        """Make the folder, take its lock, put an old large log aside, cut a torn end off the data. Idempotent.
+        """Make the folder, take its lock, put an old large log aside, cut a torn end off the data, see to its syncs.
+        Idempotent.
 
         Raises ConfigurationError when somebody else holds the lock, or the folder cannot be used.
         """
@@ -172,6 +177,9 @@ class StateServer:
             self._lock_fd = _lock(self.folder, self.url)
             _rotate(self.log_path)
             cut_torn_transaction(self.folder)
+            if not self._syncs_itself:
+                self._log_sync = LogSync(self.folder)
+                self._log_sync.start()
         except OSError as error:
             raise ConfigurationError(
                 f"The state folder {self.folder} cannot be used: {error.strerror}", param="state.folder"
@@ -181,6 +189,9 @@ class StateServer:
         """Remove the socket and let go of the folder. Idempotent; only for a server that has ended."""
         if self._lock_fd is None:
             return
+        if self._log_sync is not None:
+            self._log_sync.stop()
+            self._log_sync = None
         if self._port is None:
             path = socket_path(self.folder)
             path.unlink(missing_ok=True)

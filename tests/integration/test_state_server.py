@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import redis
 
 from pool.errors import ConfigurationError, StateUnavailable
 from pool.store.connection import connect
+from pool.store.log_sync import LogSync
 from pool.store.server import LOG_ROTATE_BYTES, SOCKET_PATH_BYTES, StateServer, answers, socket_path, socket_url
 from pool.store.server_binary import BINARY_VARIABLE, binary_version, find_binary
 from tests.processes import is_running
@@ -64,6 +66,40 @@ def test_it_is_configured_for_durability(tmp_path: Path) -> None:
     with StateServer(tmp_path / "state", appendfsync="always") as server, client_of(server) as client:
         found = {name: next(iter(client.config_get(name).values())) for name in wanted}
     assert {name: value.decode() if isinstance(value, bytes) else value for name, value in found.items()} == wanted
+
+
+def test_nothing_it_confirmed_waits_in_its_memory(tmp_path: Path) -> None:
+    """Every second means: each write goes to the kernel before it is confirmed, and the server itself never syncs."""
+    with StateServer(tmp_path / "state") as server, client_of(server) as client:
+        assert client.config_get("appendfsync")["appendfsync"] == "no"
+
+
+def test_a_server_on_a_held_folder_is_synced_by_its_holder(tmp_path: Path) -> None:
+    """While the folder is held, what the server appends reaches the disk; a server that syncs itself is left alone."""
+    for appendfsync, wanted in (("everysec", True), ("always", False)):
+        folder = tmp_path / appendfsync
+        with StateServer(folder, appendfsync=appendfsync) as server, client_of(server) as client:
+            names = [thread.name for thread in threading.enumerate()]
+            assert ("genpool-log-sync" in names) is wanted
+            client.set("key", "value")
+        assert "genpool-log-sync" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_sync_takes_what_has_grown(tmp_path: Path) -> None:
+    """Each file whose size has changed since its last sync, and no other; also one that a rewrite has made."""
+    log = tmp_path / "appendonlydir"
+    log.mkdir()
+    first, second = log / "appendonly.aof.1.incr.aof", log / "appendonly.aof.2.incr.aof"
+    first.write_bytes(b"one")
+    (log / "appendonly.aof.manifest").write_bytes(b"file")
+    syncs = LogSync(tmp_path)
+    assert syncs.sync() == [first.name]
+    assert syncs.sync() == []
+    second.write_bytes(b"two")
+    assert syncs.sync() == [second.name]
+    first.unlink()
+    second.write_bytes(b"two and more")
+    assert syncs.sync() == [second.name]
 
 
 def test_only_its_user_can_read_it(tmp_path: Path) -> None:
