@@ -210,8 +210,11 @@ class Outlet:
         return held is not None and held.handout is handout and not held.flushed
 
     def has_unproven(self) -> bool:
-        """Whether any held job has not yet stored a token."""
-        return any(not held.flushed for held in list(self._held.values()))
+        """Whether any held job may be the one that kills its worker: it is on trial, or has never shown a token. One
+        that showed some in its last attempt, and is only fed them again, is as good as those that show them now."""
+        return any(
+            not held.flushed and (held.handout.alone or not held.handout.logged) for held in list(self._held.values())
+        )
 
     def held(self) -> list[Held]:
         """The jobs this rank holds now."""

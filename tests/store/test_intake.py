@@ -195,6 +195,23 @@ def test_a_begin_in_flight_counts_as_running(process: Process, monkeypatch: pyte
     assert (gate.is_empty(), gate.has_unproven()) == (False, False)
 
 
+def test_a_job_that_is_fed_its_own_tokens_again_holds_up_no_trial(process: Process) -> None:
+    """It showed some in its last attempt, and lost its worker since. One that showed none is not proven."""
+    process.submit(TWO)
+    process.two.turn()
+    assert process.one.gate.has_unproven()
+    process.two.prove()
+    swept_steadily(process.client, model=TWO)
+    keys = ModelKeys(f"{TWO}:0")
+    process.client.zadd(keys.leases, dict.fromkeys(process.client.zrange(keys.leases, 0, -1), 1))
+    assert sweeper(process.client).sweep(TWO).requeued == 1
+    process.two.turn()
+    again = process.two.begun[-1]
+    assert (again.lease.attempt, again.logged > 0, again.alone) == (2, True, False)
+    assert process.two.outlet.is_unproven(again)
+    assert (process.one.gate.is_empty(), process.one.gate.has_unproven()) == (False, False)
+
+
 def test_what_was_read_while_a_trial_began_waits_for_it(process: Process) -> None:
     """Its rank has read it when another puts a job on trial: it is set aside, and begins when the trial is over."""
     job = process.submit(TWO)
