@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flask import Blueprint, Response, jsonify, request
 
-from pool.store.ids import parse_ref
 from pool.store.jobs import View
 from pool.store.log import texts_of
+from webapp.auth import own_view
 from webapp.bodies import json_object
 from webapp.errors import answer_for
 from webapp.node import Node, current_node
@@ -48,11 +48,11 @@ def read(job: str) -> Response:
     """The response as it is now, or its events from the beginning (or after `starting_after`), live to the end."""
     node = current_node()
     after = replay_query(request.args)
-    ref = parse_ref(job)
-    view = node.store.view(ref)
+    view = own_view(node, job)
     if after is None or request.method == "HEAD":
         return _shown(view)
     with node.places.handed_on():
+        ref = view.record.ref
         waiter = node.waits.open(ref, view.cursor) if view.record.terminal else node.waits.follow(ref, view.cursor)
         return stream_of(node, waiter, view, ResponsesStream(view.record, after), cancels=False)
 
@@ -61,7 +61,7 @@ def read(job: str) -> Response:
 def cancel(job: str) -> Response:
     """End the job. Repeating it changes nothing; a job that ended in another way is refused."""
     node = current_node()
-    ref = parse_ref(job)
+    ref = own_view(node, job).record.ref
     node.store.cancel(ref)
     return _shown(node.store.view(ref))
 

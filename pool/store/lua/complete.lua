@@ -7,6 +7,7 @@
 -- KEY outbox zset
 -- KEY timers zset
 -- KEY tombstone string
+-- KEY tenants zset
 -- KEYS blocks hash those of its input, in order
 -- ARG token str
 -- ARG attempt str
@@ -34,5 +35,5 @@ end
 fields[#fields + 1] = 'tokens'
 fields[#fields + 1] = logged + count
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
-  timers = timers, tombstone = tombstone, blocks = blocks}
+  timers = timers, tombstone = tombstone, tenants = tenants, blocks = blocks}
 return {'ok', (finish(keys, token, seen, state, ttl, now_ms(), fields))}
