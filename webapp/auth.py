@@ -61,7 +61,7 @@ def admitted(request: Request, ring: KeyRing, pending_per_key: int) -> Caller:
     if rule in OPEN:
         return Caller(NOBODY)
     key = _key_of(request, ring)
-    if key.kind not in _kinds_for(rule or request.path):
+    if key.kind not in _kinds_for(rule or "/" + request.path.lstrip("/")):
         raise KeyNotAllowed("This API key may not be used for this.")
     return Caller(key.name, pending_per_key if key.pending is None else key.pending)
 

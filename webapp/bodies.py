@@ -22,6 +22,8 @@ from webapp.errors import BodyTooLarge, UnsupportedMediaType
 MAX_DEPTH = 64
 #: zlib's window bits by container: gzip's, zlib's own (what HTTP calls deflate), none (what some send as deflate).
 _GZIP, _ZLIB, _RAW = 31, 15, -15
+#: What is expanded at a time.
+_STEP_BYTES = 65536
 _MISSING = object()
 
 
@@ -98,17 +100,21 @@ def _read(request: Request, limit_bytes: int) -> bytes:
 
 def _expanded(packed: bytes, coding: str, limit_bytes: int) -> bytes:
     """A compressed body's content; no more of it than the limit is ever made."""
-    wbits = _GZIP if coding == "gzip" else _ZLIB if _is_zlib(packed) else _RAW
-    inflater = zlib.decompressobj(wbits)
+    inflater = zlib.decompressobj(_GZIP if coding == "gzip" else _ZLIB if _is_zlib(packed) else _RAW)
+    raw = bytearray()
     try:
-        raw = inflater.decompress(packed, limit_bytes + 1)
+        for start in range(0, len(packed), _STEP_BYTES):
+            piece = packed[start : start + _STEP_BYTES]
+            while piece and len(raw) <= limit_bytes:
+                raw += inflater.decompress(piece, _STEP_BYTES)
+                piece = inflater.unconsumed_tail
     except zlib.error:
         raise InvalidRequest(f"The request body is not valid {coding}.", code="invalid_encoding") from None
     if len(raw) > limit_bytes:
         raise _too_large(limit_bytes)
     if not inflater.eof or inflater.unused_data:
         raise InvalidRequest(f"The request body is not exactly one {coding} stream.", code="invalid_encoding")
-    return raw
+    return bytes(raw)
 
 
 def _is_zlib(packed: bytes) -> bool:

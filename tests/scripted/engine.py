@@ -36,11 +36,11 @@ HANG_S = 3600
 class ScriptedEngine:
     """A tasks.ports.Engine whose next token depends on the prompt's script and the number of tokens so far."""
 
-    context_length = CONTEXT
     bytes_per_token = 1
     prefill_grid = 16
 
-    def __init__(self, *, delay_ms: float, log_path: Path) -> None:
+    def __init__(self, *, delay_ms: float, log_path: Path, context_length: int = CONTEXT) -> None:
+        self.context_length = context_length
         self.vocabulary = Vocabulary(tiny_vocabulary_data().model_copy(update={"chat_template": CHAT_TEMPLATE}))
         tokens = reversed(range(self.vocabulary.size))
         self._token_of = {self.vocabulary.token_bytes(token): token for token in tokens}
@@ -56,7 +56,7 @@ class ScriptedEngine:
         """As many sessions as asked for."""
         return Capability(
             max_sessions=4096,
-            max_positions=CONTEXT,
+            max_positions=self.context_length,
             batch_invariant=True,
             recompute_exact=True,
             snapshot=False,
