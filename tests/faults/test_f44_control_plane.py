@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai as sdk
 import pytest
 
 from tasks.api_keys import ADMIN, METRICS, USER, new_key
@@ -140,6 +141,23 @@ def test_f44_only_the_key_itself_is_one(door: Door, number: int) -> None:
         unauthorised(door.send("POST", "/v1/models", **{name: "OPTIONS"}))
     unauthorised(door.send("GET", "/v1/models", X_Original_URL="/healthz", X_Rewrite_URL="/healthz"))
     unauthorised(door.send("GET", f"/v1/models?api_key={door.keys['root']}", X_Api_Key=door.keys["root"]))
+
+
+def test_f44_official_clients_understand(door: Door) -> None:
+    """The right key works as their API key; a wrong one, and one of another kind, are the exceptions they have for it."""
+    base = f"{door.system.api_url(door.system.apis[0])}/v1"
+
+    def client(who: str) -> sdk.OpenAI:
+        return sdk.OpenAI(base_url=base, api_key=door.keys[who], max_retries=0, timeout=20)
+
+    with client("alice") as right, client("nobody") as wrong, client("scraper") as other:
+        assert right.responses.create(model=SCRIPTED, input="say x").output_text == "x"
+        with pytest.raises(sdk.AuthenticationError) as refused:
+            wrong.responses.create(model=SCRIPTED, input="say x")
+        assert refused.value.code == "invalid_api_key"
+        with pytest.raises(sdk.PermissionDeniedError):
+            other.models.list()
+    door.system.assert_recovered()
 
 
 def test_f44_a_key_opens_what_it_is_for(door: Door) -> None:

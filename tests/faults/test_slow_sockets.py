@@ -228,6 +228,28 @@ def test_requests_in_one_go_are_answered_in_order(system: System) -> None:
     assert statuses == [200, 404, 404, 200]
 
 
+def test_large_requests_share_a_bounded_memory(start_system: StartSystem) -> None:
+    """More large bodies at once than there is memory for, none of them whole yet: who began first is told to come back,
+    the others end well."""
+    limit, last = 4 * 2**20, 100_000  # 17 beginnings are over 64 MiB, 16 are not
+    system = start_system(workers=1, delay_ms=1, sections={"limits": {"body_bytes": limit}})
+    body = json.dumps({"model": SCRIPTED, "input": "say x"}).encode().ljust(limit)
+    whole = head("POST", "/v1/responses", {**POST, "Content-Length": str(limit)}) + body
+    socks = [socket.create_connection(("127.0.0.1", port_of(system)), timeout=20) for _ in range(17)]
+    for sock in socks:
+        sock.sendall(whole[:-last])
+    first, *others = socks
+    said = b"".join(iter(lambda: first.recv(65536), b"")).lower()
+    assert said.startswith(b"http/1.1 503 ") and b"retry-after: 1\r\n" in said and b'"too_many_bodies"' in said
+    for sock in others:
+        sock.sendall(whole[-last:])
+        assert b"".join(iter(lambda sock=sock: sock.recv(65536), b"")).startswith(b"HTTP/1.1 200 ")
+    for sock in socks:
+        sock.close()
+    assert send(port_of(system), "POST", "/v1/responses", POST, body).status == 200, "all of it was given back"
+    system.assert_recovered()
+
+
 def test_a_node_without_room_cuts_who_is_idle(start_system: StartSystem) -> None:
     """Connections at their limit, all silent, none due yet: a new client is served all the same."""
     system = start_system(workers=1, sections={"server": {"threads": 4}}, gunicorn=["--worker-connections", "30"])
