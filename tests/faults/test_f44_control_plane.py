@@ -144,7 +144,7 @@ def test_f44_only_the_key_itself_is_one(door: Door, number: int) -> None:
 
 
 def test_f44_official_clients_understand(door: Door) -> None:
-    """The right key works as their API key; a wrong one, and one of another kind, are the exceptions they have for it."""
+    """The right key works as their API key; a wrong one, and one of another kind, are their exceptions for it."""
     base = f"{door.system.api_url(door.system.apis[0])}/v1"
 
     def client(who: str) -> sdk.OpenAI:
