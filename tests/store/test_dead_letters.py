@@ -212,7 +212,7 @@ def test_a_disabled_models_letters_stay(client: Client, store: JobStore, redis_u
     """Nobody would run the new job."""
     job = buried(client, store, rank_a)
     off = Settings(models={"tiny": ModelSettings(source="random:1", enabled=False)}, state=StateSettings(url=redis_url))
-    assert outcomes(dead_letters.retry(off, [str(job.ref)])) == {str(job.ref): "unknown_model"}
+    assert outcomes(dead_letters.retry(off, [str(job.ref)])) == {str(job.ref): "model_not_found"}
     assert outcomes(dead_letters.drop(off, [str(job.ref)])) == {str(job.ref): ""}
 
 

@@ -273,7 +273,7 @@ def test_required_fields(http: FlaskClient, field: str, value: Any) -> None:
 def test_unknown_models_are_404(http: FlaskClient, model: str) -> None:
     """Only enabled models of the catalogue are served."""
     error = error_of(post(http, RESPONSES, model=model), 404)
-    assert (error["param"], error["code"]) == ("model", "unknown_model")
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
 def prompt_tokens(http: FlaskClient, worker: PlayingWorker, text: str) -> int:
