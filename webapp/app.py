@@ -9,7 +9,7 @@ from webapp.errors import register_errors
 from webapp.metrics import register_metrics
 from webapp.node import EXTENSION, make_node
 from webapp.request_ids import register_request_ids
-from webapp.routes import chat, health, models, responses
+from webapp.routes import chat, completions, health, models, responses
 
 
 def create_app(settings: Settings | None = None) -> Flask:
@@ -22,6 +22,6 @@ def create_app(settings: Settings | None = None) -> Flask:
     register_request_ids(app)
     register_errors(app)
     register_metrics(app, node)
-    for module in (responses, chat, models, health):
+    for module in (responses, chat, completions, models, health):
         app.register_blueprint(module.blueprint)
     return app

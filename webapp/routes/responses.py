@@ -10,12 +10,12 @@ from pool.store.log import texts_of
 from webapp.bodies import json_object
 from webapp.errors import answer_for
 from webapp.node import Node, current_node
-from webapp.rendering.chat import failure_of
+from webapp.rendering.chunks import failure_of
 from webapp.rendering.responses import ResponsesStream, response_object
 from webapp.schemas.responses import replay_query, responses_request
 from webapp.streams import stream_of
 from webapp.submitting import Order, idempotency_key, submit_and_wait, submit_unwatched
-from webapp.sync import wait_for_end
+from webapp.sync import generate
 
 blueprint = Blueprint("responses", __name__)
 
@@ -71,14 +71,7 @@ def _shown(view: View) -> Response:
 
 
 def _sync(node: Node, order: Order) -> Response:
-    with node.places.held():
-        waiter, view = submit_and_wait(node, order, follows=False)
-        try:
-            record, entries = wait_for_end(
-                node, waiter, view, request.environ.get("gunicorn.socket"), cancels=order.cancels
-            )
-        finally:
-            waiter.close()
+    record, entries = generate(node, order, request.environ.get("gunicorn.socket"))
     failure = failure_of(record)
     if failure is not None and failure.code != "cancelled":
         return answer_for(failure, job=record.id, keyed=order.key is not None).response()
