@@ -284,8 +284,8 @@ class JobStore:
     def absence(self, ref: JobRef) -> JobUnknown:
         """Why there is no record: it expired, or it never was. Raises StateUnavailable."""
         with state_errors():
-            remembered = self._client.exists(keys_of(ref).tombstone(ref.token))
-        if remembered:
+            remembered = self._client.get(keys_of(ref).tombstone(ref.token))
+        if remembered not in (None, b"erased"):
             return JobExpired("This generation has ended and is no longer stored.")
         return JobUnknown("No generation has this id.")
 

@@ -86,7 +86,6 @@ UNSUPPORTED = {
         "tool_choice": "required",
         "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}},
         "top_logprobs": 2,
-        "previous_response_id": "resp_1",
         "conversation": "conv_1",
         "include": ["message.output_text.logprobs"],
         "reasoning": {"effort": "low"},

@@ -1,18 +1,21 @@
-"""/v1/responses: create, read, replay, cancel."""
+"""/v1/responses: create, read, replay, cancel, delete, and what a response was made from."""
 
 from __future__ import annotations
 
 from flask import Blueprint, Response, jsonify, request
 
+from pool.rules import jobs
 from pool.store.ids import parse_ref
 from pool.store.jobs import View
 from pool.store.log import texts_of
+from pool.store.stored_jobs import ahead, erase
 from webapp.bodies import json_object
+from webapp.conversations import conversation, input_items
 from webapp.errors import answer_for
 from webapp.node import Node, current_node
 from webapp.rendering.chunks import failure_of
 from webapp.rendering.responses import ResponsesStream, response_object
-from webapp.schemas.responses import replay_query, responses_request
+from webapp.schemas.responses import items_query, replay_query, responses_request
 from webapp.streams import stream_of
 from webapp.submitting import Order, idempotency_key, submit_and_wait, submit_unwatched
 from webapp.sync import generate
@@ -26,9 +29,10 @@ def create() -> Response:
     node = current_node()
     body = json_object(request, node.settings.limits.body_bytes)
     asked = responses_request(body)
+    earlier = conversation(node, asked.previous_response_id) if asked.previous_response_id else []
     order = Order(
         door="responses",
-        request=asked.generation(),
+        request=asked.generation(earlier),
         params=asked.params(),
         background=asked.background,
         store=asked.store,
@@ -66,8 +70,27 @@ def cancel(job: str) -> Response:
     return _shown(node.store.view(ref))
 
 
+@blueprint.delete("/v1/responses/<job>")
+def delete(job: str) -> Response:
+    """Forget the response, its events and its input; one that has not ended is cancelled first."""
+    node = current_node()
+    erase(node.services.client, node.store, parse_ref(job))
+    return jsonify({"id": job, "object": "response", "deleted": True})
+
+
+@blueprint.get("/v1/responses/<job>/input_items")
+def items(job: str) -> Response:
+    """What the response was made from, page by page."""
+    query = items_query(request.args)
+    return jsonify(input_items(current_node(), parse_ref(job), query))
+
+
 def _shown(view: View) -> Response:
-    return jsonify(response_object(view.record, texts_of(view.entries, view.record.n)))
+    record = view.record
+    answer = response_object(record, texts_of(view.entries, record.n))
+    if record.state == jobs.QUEUED:
+        answer["queue_position"] = ahead(current_node().services.client, record.ref, record.created_ms)
+    return jsonify(answer)
 
 
 def _sync(node: Node, order: Order) -> Response:
