@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum, auto
 from typing import Any
 
 from pool.errors import GenerationFailed, GenpoolError
@@ -12,9 +13,19 @@ from webapp.errors import error_body, status_of
 from webapp.rendering import sse
 
 
-def usage_of(record: JobRecord) -> dict[str, Any]:
-    """Whole-job totals: completion tokens are summed over the choices."""
-    prompt_tokens, output_tokens = record.prompt_tokens or 0, record.output_tokens or 0
+class Usage(Enum):
+    """Which chunks of a stream carry usage: none, one more at the end, or each its count so far (and one more)."""
+
+    NONE = auto()
+    LAST = auto()
+    EACH = auto()
+
+
+def usage_of(record: JobRecord, shown_tokens: int = 0) -> dict[str, Any]:
+    """Whole-job totals: completion tokens are summed over the choices. `shown_tokens`: those of a job that has not
+    ended."""
+    prompt_tokens = record.prompt_tokens or 0
+    output_tokens = shown_tokens if record.output_tokens is None else record.output_tokens
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
@@ -39,11 +50,12 @@ class ChunkStream:
 
     kind: str
 
-    def __init__(self, record: JobRecord, *, include_usage: bool) -> None:
+    def __init__(self, record: JobRecord, *, usage: Usage) -> None:
         self.ended = False
         self._record = record
-        self._include_usage = include_usage
+        self._usage = usage
         self._opened = False
+        self._tokens = 0
 
     def opening(self) -> dict[str, Any] | None:
         """What a choice holds before its first piece; None: it has no chunk for that."""
@@ -65,6 +77,7 @@ class ChunkStream:
                 yield self._chunk(index, opening)
         self._opened = True
         for entry in view.entries:
+            self._tokens += len(entry.token_ids)
             if entry.text:
                 yield self._chunk(entry.choice, self.piece(entry.text))
         if view.record.terminal:
@@ -83,7 +96,8 @@ class ChunkStream:
 
     def _chunk(self, index: int, held: dict[str, Any], finish_reason: str | None = None) -> str:
         choice = {"index": index, **held, "logprobs": None, "finish_reason": finish_reason}
-        return self._message([choice], None)
+        each = self._usage is Usage.EACH
+        return self._message([choice], usage_of(self._record, self._tokens) if each else None)
 
     def _message(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:
         chunk: dict[str, Any] = {
@@ -95,7 +109,7 @@ class ChunkStream:
             "system_fingerprint": None,
             "choices": choices,
         }
-        if self._include_usage:
+        if self._usage is not Usage.NONE:
             chunk["usage"] = usage
         return sse.message(chunk)
 
@@ -107,6 +121,6 @@ class ChunkStream:
         self.ended = True
         for index, output in enumerate(record.outputs):
             yield self._chunk(index, self.piece(""), output.finish_reason)
-        if self._include_usage:
+        if self._usage is not Usage.NONE:
             yield self._message([], usage_of(record))
         yield sse.DONE

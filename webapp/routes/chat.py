@@ -32,5 +32,5 @@ def create() -> Response:
         names={"prompt": "messages"},
     )
     if asked.stream:
-        return streamed(node, order, partial(ChatStream, include_usage=asked.include_usage))
+        return streamed(node, order, partial(ChatStream, usage=asked.usage))
     return whole(node, order, chat_completion)

@@ -31,5 +31,5 @@ def create() -> Response:
         key=idempotency_key(request, body),
     )
     if asked.stream:
-        return streamed(node, order, partial(CompletionStream, include_usage=asked.include_usage))
+        return streamed(node, order, partial(CompletionStream, usage=asked.usage))
     return whole(node, order, completion)

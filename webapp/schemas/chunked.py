@@ -9,6 +9,7 @@ from pydantic import Field
 
 from pool.errors import InvalidRequest
 from tasks.payloads import MAX_CHOICES
+from webapp.rendering.chunks import Usage
 from webapp.schemas.dialect import Generation, Neutral, Schema, only, without_unsupported
 
 
@@ -16,6 +17,7 @@ class StreamOptions(Schema):
     """How to stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Chunked(Generation):
@@ -25,9 +27,12 @@ class Chunked(Generation):
     stream_options: StreamOptions | None = None
 
     @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def usage(self) -> Usage:
+        """Which chunks of a stream carry usage."""
+        options = self.stream_options or StreamOptions()
+        if options.continuous_usage_stats:
+            return Usage.EACH
+        return Usage.LAST if options.include_usage else Usage.NONE
 
     def check_stream_options(self) -> None:
         """Raises InvalidRequest when there is no stream that they could be for."""
@@ -35,10 +40,7 @@ class Chunked(Generation):
             raise InvalidRequest("stream_options is only allowed when stream is true.", param="stream_options")
 
 
-_UNSUPPORTED: Mapping[str, Neutral] = {
-    "include_obfuscation": only(False),
-    "continuous_usage_stats": only(False),
-}
+_UNSUPPORTED: Mapping[str, Neutral] = {"include_obfuscation": only(False)}
 _KNOWN = frozenset(StreamOptions.model_fields)
 
 
