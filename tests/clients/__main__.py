@@ -7,11 +7,14 @@ knows nothing of genpool but addresses, model names and keys, from CLIENT_ varia
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.clients.environments import ALL, Suite, command
 from tests.processes import free_port
@@ -53,6 +56,7 @@ def _run(suites: list[Suite], folder: Path) -> dict[str, bool]:
             # Clients that would otherwise ask elsewhere on the network.
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "OPENAI_AGENTS_DISABLE_TRACING": "1",
+            "CLIENT_TOKENIZER": str(_byte_tokenizer(folder / "tokenizer")),
         }
         results = {}
         for suite in suites:
@@ -60,6 +64,17 @@ def _run(suites: list[Suite], folder: Path) -> dict[str, bool]:
             results[suite.name] = subprocess.run(command(suite), env=environment, check=False).returncode == 0
             system.assert_at_rest()
         return results
+
+
+def _byte_tokenizer(folder: Path) -> Path:
+    """A tokenizer of single bytes for load generators: they insist on one, and would ask the network for it."""
+    folder.mkdir()
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
 
 
 if __name__ == "__main__":

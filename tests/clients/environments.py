@@ -35,6 +35,8 @@ ALL = (
     Suite("openai-agents", "openai_agents.py", ("openai-agents==0.24.0",)),
     Suite("langchain-openai", "langchain_chat.py", ("langchain-openai==1.7.4",)),
     Suite("litellm", "litellm_calls.py", ("litellm==1.110.2",)),
+    Suite("aiperf", "load_aiperf.py", ("aiperf==0.13.0",)),
+    Suite("guidellm", "load_guidellm.py", ("guidellm==0.8.1",)),
 )
 
 
