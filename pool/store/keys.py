@@ -75,6 +75,16 @@ class ModelKeys:
         return self._key("dead")
 
     @cached_property
+    def tally(self) -> str:
+        """LIST of lines `name value ...`: what ended and what was requeued, not yet in the totals."""
+        return self._key("tally")
+
+    @cached_property
+    def totals(self) -> str:
+        """HASH name -> sum over all lines of the tally that ever were."""
+        return self._key("totals")
+
+    @cached_property
     def ranks(self) -> str:
         """ZSET rank id -> lease end (ms): worker processes that serve the model."""
         return self._key("ranks")
@@ -116,6 +126,7 @@ class ModelKeys:
             "outbox": self.outbox,
             "timers": self.timers,
             "tombstone": self.tombstone(token),
+            "tally": self.tally,
             "blocks": [self.input(block) for block in blocks],
         }
 

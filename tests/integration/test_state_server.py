@@ -110,6 +110,14 @@ def test_only_its_user_can_read_it(tmp_path: Path) -> None:
             assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
 
+def test_its_slow_log_keeps_no_arguments(tmp_path: Path) -> None:
+    """They may be prompts and texts, which would outlive their jobs there."""
+    with StateServer(tmp_path / "state") as server, client_of(server) as client:
+        client.config_set("slowlog-log-slower-than", 0)
+        client.set("x", "a prompt")
+        assert client.slowlog_get() == []
+
+
 def test_written_data_survives_a_kill(tmp_path: Path) -> None:
     """kill -9 of the server loses nothing that was answered; `start` starts it again under the same lock."""
     with StateServer(tmp_path / "state") as server:

@@ -7,6 +7,7 @@
 -- KEY outbox zset
 -- KEY timers zset
 -- KEY tombstone string
+-- KEY tally list
 -- KEYS blocks hash those of its input, in order
 -- ARG token str
 -- ARG ttl ms
@@ -19,5 +20,5 @@ if seen[1] ~= 'queued' and seen[1] ~= 'running' then return {'ended', seen[1]} e
 local unknown = undeclared(seen[11], blocks)
 if unknown then return unknown end
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
-  timers = timers, tombstone = tombstone, blocks = blocks}
+  timers = timers, tombstone = tombstone, tally = tally, blocks = blocks}
 return {'ok', finish(keys, token, seen, 'cancelled', ttl, now_ms(), {})}

@@ -7,6 +7,7 @@
 -- KEY outbox zset
 -- KEY timers zset
 -- KEY tombstone string
+-- KEY tally list
 -- KEYS blocks hash those of its input, in order
 -- ARG token str
 -- ARG attempt str
@@ -33,6 +34,7 @@ for i = 1, #entries, 1000 do
 end
 fields[#fields + 1] = 'tokens'
 fields[#fields + 1] = logged + count
+seen[8] = logged + count
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
-  timers = timers, tombstone = tombstone, blocks = blocks}
+  timers = timers, tombstone = tombstone, tally = tally, blocks = blocks}
 return {'ok', (finish(keys, token, seen, state, ttl, now_ms(), fields))}
