@@ -32,10 +32,7 @@ def test_a_streaming_run(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     requests = json.loads(report.read_text())["benchmarks"][0]["requests"]
-    assert {kind: len(found or ()) for kind, found in requests.items()} == {
-        "successful": REQUESTS,
-        "errored": 0,
-        "incomplete": 0,
-    }
+    assert len(requests["successful"]) == REQUESTS
+    assert not requests["errored"] and not requests["incomplete"]
     assert {request["output_tokens"] for request in requests["successful"]} == {TOKENS}
     assert min(request["prompt_tokens"] for request in requests["successful"]) > 1
