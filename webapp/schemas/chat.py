@@ -88,7 +88,8 @@ class ChatRequest(Chunked):
         }
 
 
-_UNSUPPORTED: Mapping[str, Neutral] = {
+#: Options of this route that genpool lacks.
+UNSUPPORTED_HERE: Mapping[str, Neutral] = {
     **UNSUPPORTED,
     "logprobs": only(False),
     "response_format": only({"type": "text"}),
@@ -119,7 +120,7 @@ _KNOWN_IN_MESSAGES = frozenset(ChatMessage.model_fields)
 
 def chat_request(body: Mapping[str, Any]) -> ChatRequest:
     """The body as a ChatRequest. Raises InvalidRequest."""
-    kept = without_unsupported(body, _KNOWN, _UNSUPPORTED)
+    kept = without_unsupported(body, _KNOWN, UNSUPPORTED_HERE)
     if isinstance(messages := kept.get("messages"), list):
         kept["messages"] = [
             without_unsupported(message, _KNOWN_IN_MESSAGES, _UNSUPPORTED_IN_MESSAGES, f"messages[{index}].")

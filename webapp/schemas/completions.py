@@ -68,7 +68,8 @@ class CompletionRequest(Chunked):
         }
 
 
-_UNSUPPORTED: Mapping[str, Neutral] = {
+#: Options of this route that genpool lacks.
+UNSUPPORTED_HERE: Mapping[str, Neutral] = {
     **UNSUPPORTED,
     "logprobs": never,
     "echo": only(False),
@@ -83,7 +84,7 @@ _KNOWN = frozenset(CompletionRequest.model_fields)
 
 def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
     """The body as a CompletionRequest. Raises InvalidRequest."""
-    kept = with_stream_options(without_unsupported(body, _KNOWN, _UNSUPPORTED))
+    kept = with_stream_options(without_unsupported(body, _KNOWN, UNSUPPORTED_HERE))
     prompt = kept.get("prompt")
     if isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt):
         if len(prompt) > 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from pool.errors import InvalidRequest
 from tasks.payloads import MAX_SEED, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOKENS_LIMIT, Sampling, encodable
@@ -39,6 +39,8 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+_STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+
 Text = Annotated[str, AfterValidator(encodable)]
 Identifier = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable), AfterValidator(_printable)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
@@ -47,6 +49,7 @@ Stop = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), AfterValidator(encodable)]],
     Field(max_length=MAX_STOP_STRINGS),
     BeforeValidator(_listed),
+    WithJsonSchema({"anyOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOP_STRINGS}]}),
 ]
 Metadata = Annotated[
     dict[

@@ -115,7 +115,8 @@ def _plain_text(value: Any) -> bool:
     return value.get("format") in (None, {"type": "text"}) and value.get("verbosity") in (None, "medium")
 
 
-_UNSUPPORTED: Mapping[str, Neutral] = {
+#: Options of this route that genpool lacks.
+UNSUPPORTED_HERE: Mapping[str, Neutral] = {
     **UNSUPPORTED,
     "text": _plain_text,
     "conversation": never,
@@ -146,7 +147,7 @@ _KNOWN_IN_PARTS = frozenset(InputPart.model_fields)
 
 def responses_request(body: Mapping[str, Any]) -> ResponsesRequest:
     """The body as a ResponsesRequest. Raises InvalidRequest."""
-    kept = without_unsupported(body, _KNOWN, _UNSUPPORTED)
+    kept = without_unsupported(body, _KNOWN, UNSUPPORTED_HERE)
     if isinstance(items := kept.get("input"), list):
         kept["input"] = [_item(item, f"input[{index}].") for index, item in enumerate(items)]
     return validated(ResponsesRequest, kept)
@@ -173,6 +174,14 @@ def _typed_only(value: Any) -> Any:
 
 
 MAX_SEQUENCE_NUMBER = 2**31 - 1
+
+
+class ReplayQuery(Schema):
+    """The query of GET /v1/responses/{id}."""
+
+    stream: bool = False
+    starting_after: int | None = Field(default=None, ge=0, le=MAX_SEQUENCE_NUMBER)
+    include_obfuscation: Literal[False] = False
 
 
 def replay_query(query: Mapping[str, str]) -> int | None:
