@@ -40,6 +40,15 @@ ALL = (
 )
 
 
+#: Programs that other tests run, each in an environment of its own.
+PROGRAMS = {"schemathesis": Suite("schemathesis", "", ("schemathesis==4.32.5",))}
+
+
+def program(name: str) -> Path:
+    """The path of a program of PROGRAMS; installs it on first use. Raises CalledProcessError."""
+    return _installed(PROGRAMS[name]) / "bin" / name
+
+
 def command(suite: Suite) -> list[str]:
     """What runs the suite; installs its environment on first use. Raises CalledProcessError, and FileNotFoundError
     when there is no npm for one that needs it."""

@@ -13,7 +13,15 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from pool.errors import InvalidRequest
-from tasks.payloads import MAX_SEED, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOKENS_LIMIT, Sampling, encodable
+from tasks.payloads import (
+    MAX_MODEL_CHARS,
+    MAX_SEED,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TOKENS_LIMIT,
+    Sampling,
+    encodable,
+)
 from webapp.bodies import shown
 
 #: An option genpool lacks: whether a value (never None) asks for nothing.
@@ -43,6 +51,9 @@ _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 Text = Annotated[str, AfterValidator(encodable)]
 Identifier = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable), AfterValidator(_printable)]
+ModelName = Annotated[
+    str, Field(min_length=1, max_length=MAX_MODEL_CHARS), AfterValidator(encodable), AfterValidator(_printable)
+]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
 Seconds = Annotated[float, Field(gt=0, le=604_800)]
 Stop = Annotated[
@@ -63,7 +74,7 @@ Metadata = Annotated[
 class Generation(Schema):
     """Fields of both dialects."""
 
-    model: Identifier
+    model: ModelName
     stream: bool = False
     store: bool = True
     metadata: Metadata = Field(default_factory=dict)
