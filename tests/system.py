@@ -15,7 +15,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import httpx
@@ -79,7 +81,7 @@ class Part:
         assert self.process is not None, f"{self.name} was not started"
         return self.process.pid
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: Signals) -> None:
         """To the process itself."""
         if self.alive:
             os.kill(self.pid, number)
@@ -121,7 +123,7 @@ class Part:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(10)
 
-    def _signal_group(self, number: signal.Signals) -> None:
+    def _signal_group(self, number: Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
@@ -384,12 +386,8 @@ class System:
         with self.client() as client:
             for model in self._models:
                 keys = self.keys(model)
-                for name, length in {keys.index: "zcard", keys.leases: "zcard", keys.timers: "zcard"}.items():
-                    wait_until(
-                        lambda name=name, length=length: getattr(client, length)(name) == 0,
-                        description=f"{name} to be empty",
-                        timeout_s=timeout_s,
-                    )
+                for name in (keys.index, keys.leases, keys.timers):
+                    wait_until(partial(_is_empty, client, name), description=f"{name} to be empty", timeout_s=timeout_s)
                 assert client.xlen(keys.queue) == 0
                 if client.exists(keys.queue):
                     assert all(group["pending"] == 0 for group in client.xinfo_groups(keys.queue))
@@ -412,3 +410,7 @@ class System:
         self.assert_at_rest()
         with self.client() as client:
             assert client.xlen(self.keys().dead) == dead
+
+
+def _is_empty(client: Client, sorted_set: str) -> bool:
+    return not client.zcard(sorted_set)

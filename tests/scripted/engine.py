@@ -24,8 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.ports import CacheMiss, Capability, Logits, Member, StepLogits, StepResult
+from tasks.ports import CacheMiss, Logits, Member, StepLogits, StepResult
 from tasks.vocabulary import Vocabulary, byte_alphabet
+from tests.scripted.modelless import Modelless
 from workers.engines.tiny import tiny_vocabulary_data
 
 CONTEXT = 65_536
@@ -39,11 +40,10 @@ CHAT_TEMPLATE = "{{ messages | map(attribute='content') | join('|') }}{{ '\\n' }
 HANG_S = 3600
 
 
-class ScriptedEngine:
+class ScriptedEngine(Modelless):
     """A tasks.ports.Engine whose next token depends on the prompt's script and the number of tokens so far."""
 
     context_length = CONTEXT
-    bytes_per_token = 1
     prefill_grid = 16
 
     def __init__(self, *, delay_ms: float, log_path: Path) -> None:
@@ -57,19 +57,6 @@ class ScriptedEngine:
     def fingerprint(self) -> str:
         """Every scripted engine gives the same tokens."""
         return "scripted"
-
-    def capability(self) -> Capability:
-        """As many sessions as asked for."""
-        return Capability(
-            max_sessions=4096,
-            max_positions=CONTEXT,
-            batch_invariant=True,
-            recompute_exact=True,
-            snapshot=False,
-            prefix_share=False,
-            logprobs=False,
-            seed=True,
-        )
 
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
         """One result a member; faults happen as scripted."""
@@ -133,18 +120,6 @@ class ScriptedEngine:
         """Forget a session."""
         if self._held.pop((session, epoch), None) is not None:
             self._log.write(f"free {session} {epoch} {os.getpid()}\n")
-
-    def share_prefix(self, source: tuple[str, int], target: tuple[str, int], positions: int) -> bool:  # noqa: ARG002
-        """Unsupported."""
-        return False
-
-    def snapshot(self, session: str, epoch: int) -> bytes | None:  # noqa: ARG002 - the port's signature
-        """Unsupported."""
-        return None
-
-    def restore(self, session: str, epoch: int, blob: bytes) -> bool:  # noqa: ARG002 - the port's signature
-        """Unsupported."""
-        return False
 
     def close(self) -> None:
         """End the log."""
