@@ -1,5 +1,5 @@
 """The command line: `genpool up | worker | generate | submit | status | cancel | tail | queues | dead-letters | check |
-doctor | config | models`.
+doctor | config | models | keys`.
 
 Each command checks the settings, then hands over to the layer that does the work. Deliberate errors end as one line on
 stderr and exit code 1, wrong usage as exit code 2.
@@ -25,6 +25,7 @@ import click
 from pool.errors import GenpoolError
 from pool.store.connection import connect
 from tasks import dead_letters, job_commands, launch
+from tasks.api_keys import ADMIN, METRICS, USER, KeyRing, check_exposed, new_key
 from tasks.client import Client
 from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings, state_url
 from tasks.config_docs import markdown
@@ -73,6 +74,7 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
     """Run everything: state server, one worker per enabled model, the API."""
     settings = load_settings()
     host = settings.server.host
+    check_exposed(host, keyed=KeyRing(settings).required)
     port = launch.claim_port(host, settings.server.port if port is None else port)
     models = launch.enabled_models(settings)
     _fetch(settings, models)
@@ -365,6 +367,23 @@ def pull(names: tuple[str, ...]) -> None:
         launch.require_model(settings, name)
     for name, path in _fetch(settings, names or launch.enabled_models(settings)).items():
         click.echo(f"{name}: {path}")
+
+
+@cli.group()
+def keys() -> None:
+    """API keys."""
+
+
+@keys.command("new")
+@click.argument("name")
+@click.option("--admin", "kind", flag_value=ADMIN, help="For what is the operator's, too.")
+@click.option("--metrics", "kind", flag_value=METRICS, help="For /metrics alone: what a scraper needs.")
+def new_api_key(name: str, kind: str | None) -> None:
+    """Make an API key for NAME, to whom its jobs will belong. It is printed once and kept nowhere: what is stored, in
+    server.keys_file, is the line."""
+    key, line = new_key(name, kind or USER)
+    click.echo(f"key   {key}")
+    click.echo(f"line  {line}")
 
 
 def _fetch(settings: Settings, names: tuple[str, ...] | list[str]) -> dict[str, Path]:

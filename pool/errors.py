@@ -104,9 +104,14 @@ class JobUnknown(GenpoolError):
 
 
 class JobExpired(JobUnknown):
-    """The job has ended, and its result was kept as long as promised; only its id is remembered."""
+    """The job has ended, and its result was kept as long as promised; only its id is remembered. `tenant`: whose it
+    was, None where that is not known."""
 
     code = "expired"
+
+    def __init__(self, message: str, *, tenant: str | None = None) -> None:
+        super().__init__(message)
+        self.tenant = tenant
 
 
 class JobNotCancellable(GenpoolError):

@@ -6,7 +6,6 @@ the field descriptions below. Unknown fields are refused; units are in the names
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from typing import Annotated, Literal
 
@@ -24,7 +23,11 @@ class Section(BaseModel):
 class ServerSettings(Section):
     """`[server]`: the HTTP side."""
 
-    host: str = Field(default="127.0.0.1", description="Loopback address to listen on.")
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address to listen on. One that other machines can reach needs API keys.",
+    )
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on.")
     processes: int = Field(default=1, ge=1, le=64, description="API processes (gunicorn workers).")
     threads: int = Field(
@@ -46,18 +49,24 @@ class ServerSettings(Section):
     keepalive_seconds: float = Field(
         default=15, gt=0, le=60, description="A stream without news sends a comment line at least this often."
     )
-
-    @field_validator("host")
-    @classmethod
-    def _loopback(cls, value: str) -> str:
-        """There are no API keys yet, so nobody but this machine may reach the server."""
-        try:
-            loopback = value == "localhost" or ipaddress.ip_address(value).is_loopback
-        except ValueError:
-            loopback = False
-        if not loopback:
-            raise ValueError("must be a loopback address (127.0.0.1, ::1, localhost): there are no API keys yet")
-        return value
+    receive_seconds: float = Field(
+        default=25,
+        gt=0,
+        le=3600,
+        description="A request, head and body, must arrive within this time, or its connection is cut.",
+    )
+    idle_seconds: float = Field(
+        default=25,
+        gt=0,
+        le=3600,
+        description="A kept-alive connection without a request is closed after this time. Behind a proxy that keeps "
+        "connections: longer than the proxy does.",
+    )
+    keys_file: str = Field(
+        default="",
+        description="File of API keys, a line a key (`genpool keys new NAME`). Empty: no file. A change is noticed "
+        "within a second.",
+    )
 
 
 class StateSettings(Section):
@@ -141,6 +150,13 @@ class LimitSettings(Section):
 
     pending_per_model: int = Field(
         default=1024, ge=1, le=1_000_000, description="Choices (`n` of each job) a model holds, queued and running."
+    )
+    pending_per_key: int = Field(
+        default=256,
+        ge=1,
+        le=10_000,
+        description="Choices of one model that come with keys of one name and have not ended; a key's line may say "
+        "otherwise.",
     )
     queue_timeout_seconds: float = Field(
         default=600,

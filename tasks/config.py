@@ -35,12 +35,14 @@ from tasks.urls import celery_form, masked, redis_form
 PREFIX = "GENPOOL_"
 DELIMITER = "__"
 CONFIG_VARIABLE = "GENPOOL_CONFIG"
+API_KEYS_VARIABLE = "GENPOOL_API_KEYS"
 DEFAULT_FILE = Path("genpool.toml")
 
 #: Variables that are no field: name -> what it does.
 OTHER_VARIABLES = {
     CONFIG_VARIABLE: "Path of the configuration file. Unset: `genpool.toml` of the current directory, if there is one.",
     BINARY_VARIABLE: "Path of the Valkey or Redis program (>= 7.0) to run as the embedded state server.",
+    API_KEYS_VARIABLE: "API keys beside those of `server.keys_file`: its lines, separated by `;`. Never printed.",
 }
 
 #: Shipped with the product; `[models.*]` in genpool.toml adds to it or overrides single fields by name.

@@ -34,6 +34,7 @@ from tasks.client import Client as JobClient
 from tasks.config import Settings, load_configuration
 from tasks.payloads import GenerationRequest, Sampling, TextPrompt
 from tests.processes import free_port, is_running
+from tests.scripted.engine import CONTEXT
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -133,7 +134,8 @@ class System:
 
     `sections` add to or replace SECTIONS, `models` entries of `[models.NAME]`. `binary` is the state server's program
     (None: as genpool finds it), `appendfsync` and `server_args` its options, `gunicorn` those of the nodes. `delay_ms`
-    is the time of a scripted step.
+    is the time of a scripted step, `context_tokens` what a scripted session holds, `key` what the system's own client
+    sends.
     """
 
     def __init__(
@@ -150,6 +152,8 @@ class System:
         models: Mapping[str, Mapping[str, Any]] | None = None,
         serves: str = SCRIPTED,
         delay_ms: float = 20,
+        context_tokens: int = CONTEXT,
+        key: str = "",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -159,6 +163,7 @@ class System:
         self.scripted_log.touch()
         self._serves = serves
         self._delay_ms = delay_ms
+        self._context_tokens = context_tokens
         self._api_ports: dict[str, int] = {}
         self._sections = {name: {**values, **((sections or {}).get(name, {}))} for name, values in SECTIONS.items()}
         self._models = {
@@ -166,7 +171,7 @@ class System:
             TINY: {"source": "random:7", "target_inflight": 8, **(models or {}).get(TINY, {})},
         }
         self.settings: Settings = load_configuration(self.config(self.url, "client"), environ={}).settings
-        self.http = httpx.Client(timeout=30)
+        self.http = httpx.Client(timeout=30, headers={"Authorization": f"Bearer {key}"} if key else {})
         self.jobs = JobClient(self.settings)
         self.accepted: list[str] = []
         self.state = self._state_part(binary, appendfsync, server_args)
@@ -211,6 +216,7 @@ class System:
         name = f"worker-{number}"
         env = self._environment(self.config(url or self.url, name))
         env |= {"SCRIPTED_LOG": str(self.scripted_log), "SCRIPTED_DELAY_MS": str(self._delay_ms)}
+        env["SCRIPTED_CONTEXT"] = str(self._context_tokens)
         argv = [sys.executable, "-m", "tests.scripted.worker", "-Q", self._serves, "-l", "INFO", "-n", f"{name}@%h"]
         argv += ["--without-mingle", "--without-gossip", *arguments]
         return Part(name, argv, env, self.folder)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from flask import Flask
 
+from tasks.api_keys import KeyRing
 from tasks.config import Settings, load_settings
+from webapp.auth import register_auth
 from webapp.errors import register_errors
 from webapp.metrics import register_metrics
 from webapp.node import EXTENSION, make_node
@@ -19,11 +21,14 @@ def create_app(settings: Settings | None = None) -> Flask:
     the first request, after any fork. Raises ConfigurationError."""
     app = Flask("genpool", static_folder=None, template_folder=str(Path(__file__).with_name("templates")))
     app.url_map.merge_slashes = False
-    node = make_node(settings if settings is not None else load_settings())
+    settings = settings if settings is not None else load_settings()
+    ring = KeyRing(settings)
+    node = make_node(settings)
     app.extensions[EXTENSION] = node
     register_request_ids(app)
     register_errors(app)
     register_metrics(app, node)
+    register_auth(app, ring, pending_per_key=settings.limits.pending_per_key)
     for module in (responses, chat, completions, models, health, docs):
         app.register_blueprint(module.blueprint)
     return app

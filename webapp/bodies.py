@@ -1,22 +1,30 @@
-"""Request bodies: bounded, plain, strictly parsed JSON objects.
+"""Request bodies: bounded, strictly parsed JSON objects, plain or compressed.
 
-Duplicate keys are refused: two readers of such a body may disagree about it. NaN, Infinity and numbers like 1e999 parse
-to values that no schema accepts, so that their refusal can name the field.
+The limit holds for the bytes sent and for what they expand to, so a small body cannot become a large one. Duplicate
+keys are refused: two readers of such a body may disagree about it. NaN, Infinity and numbers like 1e999 parse to values
+that no schema accepts, so that their refusal can name the field.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Iterable
 from typing import Any
 
 from flask import Request
+from gunicorn.http.errors import ParseException
 
 from pool.errors import InvalidRequest
 from webapp.errors import BodyTooLarge, UnsupportedMediaType
-from webapp.sockets import deadlines
 
-#: How long a body may take to arrive.
-BODY_LIMIT_S = 60.0
+#: Deepest nesting of arrays and objects. No schema needs a tenth of it, those of tools may one day.
+MAX_DEPTH = 64
+#: zlib's window bits by container: gzip's, zlib's own (what HTTP calls deflate), none (what some send as deflate).
+_GZIP, _ZLIB, _RAW = 31, 15, -15
+#: What is expanded at a time.
+_STEP_BYTES = 65536
+_MISSING = object()
 
 
 def json_object(request: Request, limit_bytes: int) -> dict[str, Any]:
@@ -24,8 +32,9 @@ def json_object(request: Request, limit_bytes: int) -> dict[str, Any]:
 
     Raises BodyTooLarge, UnsupportedMediaType or InvalidRequest.
     """
-    _check_media_type(request)
-    value = parse(_read(request, limit_bytes))
+    coding = _check_media_type(request)
+    raw = _read(request, limit_bytes)
+    value = parse(raw if coding == "identity" else _expanded(raw, coding, limit_bytes))
     if not isinstance(value, dict):
         raise InvalidRequest("The request body must be a JSON object.")
     return value
@@ -36,7 +45,7 @@ def parse(raw: bytes) -> Any:
     if not raw.strip():
         raise InvalidRequest("The request body is empty; a JSON object is required.", code="invalid_json")
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except UnicodeDecodeError:
         raise InvalidRequest("The request body is not valid UTF-8.", code="invalid_json") from None
     except json.JSONDecodeError as error:
@@ -44,9 +53,12 @@ def parse(raw: bytes) -> Any:
             f"The request body is not valid JSON (line {error.lineno}, column {error.colno}).", code="invalid_json"
         ) from None
     except RecursionError:
-        raise InvalidRequest("The request body is nested too deeply.", code="invalid_json") from None
+        raise _too_deep() from None
     except ValueError:  # an integer of more digits than Python converts
         raise InvalidRequest("The request body holds a number that is too large.", code="invalid_json") from None
+    if _is_deeper_than(value, MAX_DEPTH):
+        raise _too_deep()
+    return value
 
 
 def shown(name: str) -> str:
@@ -55,40 +67,88 @@ def shown(name: str) -> str:
     return printable.encode("ascii", "replace").decode("ascii")
 
 
-def _check_media_type(request: Request) -> None:
-    if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
-        raise UnsupportedMediaType("Compressed request bodies are not supported.")
+def _check_media_type(request: Request) -> str:
+    """The body's content coding: identity, gzip or deflate."""
+    coding = request.headers.get("Content-Encoding", "identity").strip().lower().removeprefix("x-")
+    if coding not in ("identity", "gzip", "deflate"):
+        raise UnsupportedMediaType("The request's Content-Encoding must be gzip or deflate, if there is one.")
     if request.mimetype != "application/json":
         raise UnsupportedMediaType("The request's Content-Type must be application/json.")
     charset = request.mimetype_params.get("charset", "utf-8").lower()
     if charset not in ("utf-8", "utf8", "us-ascii"):
         raise UnsupportedMediaType("The request's charset must be UTF-8.")
+    return coding
 
 
 def _read(request: Request, limit_bytes: int) -> bytes:
     """The body, however it is framed. One byte more than the limit is asked for, since werkzeug cuts a chunked body at
-    its limit without a word."""
-    too_large = BodyTooLarge(f"The request body is larger than {limit_bytes} bytes, the limit.")
-    if (request.content_length or 0) > limit_bytes:
-        raise too_large
+    its limit without a word. `oversize`: our server knows already and has not let the rest in."""
+    if (request.content_length or 0) > limit_bytes or getattr(request.environ["wsgi.input"], "oversize", False):
+        raise _too_large(limit_bytes)
     request.max_content_length = limit_bytes + 1
-    with deadlines.reading(request.environ.get("gunicorn.socket"), BODY_LIMIT_S):
-        try:
-            raw: bytes = request.stream.read()
-        except OSError as error:
-            # A broken chunk, or a connection that ended: gunicorn's errors for both are of this kind.
-            raise InvalidRequest("The request body cannot be read.", code="invalid_json") from error
+    try:
+        raw: bytes = request.stream.read()
+    except (OSError, ParseException) as error:
+        # A connection that ended, or a broken chunk.
+        raise InvalidRequest("The request body cannot be read.", code="invalid_json") from error
     if len(raw) > limit_bytes:
-        raise too_large
+        raise _too_large(limit_bytes)
     if request.content_length is not None and len(raw) < request.content_length:
         raise InvalidRequest("The request body ended early.", code="invalid_json")
     return raw
 
 
+def _expanded(packed: bytes, coding: str, limit_bytes: int) -> bytes:
+    """A compressed body's content; no more of it than the limit is ever made."""
+    inflater = zlib.decompressobj(_GZIP if coding == "gzip" else _ZLIB if _is_zlib(packed) else _RAW)
+    raw = bytearray()
+    try:
+        for start in range(0, len(packed), _STEP_BYTES):
+            piece = packed[start : start + _STEP_BYTES]
+            while piece and len(raw) <= limit_bytes:
+                raw += inflater.decompress(piece, _STEP_BYTES)
+                piece = inflater.unconsumed_tail
+    except zlib.error:
+        raise InvalidRequest(f"The request body is not valid {coding}.", code="invalid_encoding") from None
+    if len(raw) > limit_bytes:
+        raise _too_large(limit_bytes)
+    if not inflater.eof or inflater.unused_data:
+        raise InvalidRequest(f"The request body is not exactly one {coding} stream.", code="invalid_encoding")
+    return bytes(raw)
+
+
+def _is_zlib(packed: bytes) -> bool:
+    """Whether a deflate body begins with zlib's header, as the standard has it."""
+    return len(packed) > 1 and packed[0] & 15 == zlib.DEFLATED and (packed[0] * 256 + packed[1]) % 31 == 0
+
+
+def _too_large(limit_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The request body is larger than {limit_bytes} bytes, the limit, as sent or expanded.")
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest(f"The request body is nested more than {MAX_DEPTH} levels deep.", code="invalid_json")
+
+
+def _is_deeper_than(value: Any, depth: int) -> bool:
+    """Whether there are more levels of arrays and objects."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(depth):
+        if not level:
+            return False
+        level = [item for container in level for item in _items(container) if isinstance(item, dict | list)]
+    return bool(level)
+
+
+def _items(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        # Each takes its own name out once: the first name that is not there any more comes twice.
+        once = dict(pairs)
+        twice = next(name for name, _ in pairs if once.pop(name, _MISSING) is _MISSING)
         raise InvalidRequest(f"The field {shown(twice)} appears more than once.", param=shown(twice))
     return found

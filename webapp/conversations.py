@@ -6,10 +6,10 @@ from typing import Any
 
 from pool.errors import InvalidRequest, JobUnknown
 from pool.rules import jobs
-from pool.store.ids import JobRef, parse_ref
 from pool.store.inputs import read_input
 from pool.store.records import JobRecord
 from tasks.payloads import PROMPT, ChatPrompt, Message, TextPrompt
+from webapp.auth import own_view
 from webapp.node import Node
 from webapp.schemas.responses import ItemsQuery
 
@@ -22,8 +22,7 @@ def conversation(node: Node, previous: str) -> list[Message]:
     Raises JobUnknown and InvalidRequest, which name the field, and StateUnavailable.
     """
     try:
-        ref = parse_ref(previous)
-        record = node.store.read(ref)
+        record = own_view(node, previous).record
     except JobUnknown as error:
         error.param = FIELD
         raise
@@ -33,19 +32,18 @@ def conversation(node: Node, previous: str) -> list[Message]:
         raise InvalidRequest(
             f"The previous response has {len(record.outputs)} choices; a conversation goes on from one.", param=FIELD
         )
-    turns = _turns(node, ref, record)
+    turns = _turns(node, record)
     if turns is None:
         raise InvalidRequest("The input of the previous response was not stored (store: false).", param=FIELD)
     return [*turns, Message(role="assistant", content=record.outputs[0].text)]
 
 
-def input_items(node: Node, ref: JobRef, query: ItemsQuery) -> dict[str, Any]:
+def input_items(node: Node, record: JobRecord, query: ItemsQuery) -> dict[str, Any]:
     """A page of what the response was made from.
 
-    Raises JobUnknown, InvalidRequest (an unknown `after`, or an input that was not stored) and StateUnavailable.
+    Raises InvalidRequest (an unknown `after`, or an input that was not stored) and StateUnavailable.
     """
-    record = node.store.read(ref)
-    turns = _turns(node, ref, record)
+    turns = _turns(node, record)
     if turns is None:
         raise InvalidRequest("The input of this response was not stored (store: false).", code="input_not_stored")
     items = [_item(record, number, turn) for number, turn in enumerate(turns)]
@@ -66,9 +64,9 @@ def input_items(node: Node, ref: JobRef, query: ItemsQuery) -> dict[str, Any]:
     }
 
 
-def _turns(node: Node, ref: JobRef, record: JobRecord) -> list[Message] | None:
+def _turns(node: Node, record: JobRecord) -> list[Message] | None:
     """The stored turns without the instructions, which are a field of their own; None when they were not kept."""
-    stored = read_input(node.services.client, ref)
+    stored = read_input(node.services.client, record.ref)
     if stored is None:
         return None
     prompt = PROMPT.validate_json(stored)

@@ -46,6 +46,23 @@ class UnsupportedMediaType(Refused):
     code = "unsupported_media_type"
 
 
+class InvalidApiKey(Refused):
+    """The request carries no API key, or one that is not in force; `sent` says which."""
+
+    code = "invalid_api_key"
+
+    def __init__(self, *, sent: bool) -> None:
+        wrong = "The API key is not valid."
+        super().__init__(wrong if sent else "No API key was sent. Send it as `Authorization: Bearer KEY`.")
+        self.sent = sent
+
+
+class KeyNotAllowed(Refused):
+    """The API key is in force, but not for this."""
+
+    code = "key_not_allowed"
+
+
 class TooManyWaiting(Refused):
     """All places for waiting requests of this process are taken."""
 
@@ -80,6 +97,8 @@ class StillRunning(GenpoolError):
 
 #: HTTP status by class; the first match counts.
 _STATUS: tuple[tuple[type[GenpoolError], int], ...] = (
+    (InvalidApiKey, 401),
+    (KeyNotAllowed, 403),
     (BodyTooLarge, 413),
     (UnsupportedMediaType, 415),
     (InvalidRequest, 400),
@@ -163,6 +182,8 @@ def answer_for(error: GenpoolError, *, job: str | None = None, keyed: bool = Fal
         headers |= {"Retry-After": str(min(error.retry_after_s, 120)), "x-should-retry": "true"}
     elif isinstance(error, StateUnavailable | TooManyWaiting):
         headers |= {"Retry-After": "1", "x-should-retry": "true"}
+    elif isinstance(error, InvalidApiKey):
+        headers["WWW-Authenticate"] = 'Bearer realm="genpool"' + (', error="invalid_token"' if error.sent else "")
     elif isinstance(error, NotReady):
         extra |= {"missing": error.missing}
     elif isinstance(error, GenerationFailed) and error.code == "queue_timeout" and not keyed:

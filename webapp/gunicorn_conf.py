@@ -12,7 +12,6 @@ long as it likes.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import resource
 import shutil
@@ -20,8 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pool.errors import ConfigurationError
+from tasks.api_keys import KeyRing, check_exposed
 from tasks.config import load_settings
+from webapp.arrivals import LINE_BYTES
 
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 #: Files a process opens beside its clients' connections.
@@ -38,10 +38,13 @@ if _own_metrics:
 bind = f"[{_server.host}]:{_server.port}" if ":" in _server.host else f"{_server.host}:{_server.port}"
 workers = _server.processes
 worker_class = "webapp.gunicorn_worker.Worker"
+logger_class = "webapp.gunicorn_log.Log"
 threads = _server.threads
-worker_connections = threads + 512  # the surplus is kept-alive connections, which hold no thread
+worker_connections = threads + 512  # the surplus is connections that hold no thread: kept alive, or still sending
 backlog = 2048
-keepalive = 75  # seconds; above what clients and proxies keep, so that they close first
+keepalive = 1  # for how long is the worker's: server.idle_seconds
+limit_request_line = limit_request_field_size = LINE_BYTES
+limit_request_fields = 100
 timeout = 60
 graceful_timeout = 10
 control_socket_disable = True
@@ -53,9 +56,11 @@ proc_name = "genpool-api"
 
 
 def on_starting(server: Any) -> None:
-    """Refuse addresses that other machines can reach, wherever they were set, and start from empty metrics."""
+    """Refuse addresses that other machines can reach, unless there are keys; and start from empty metrics."""
+    keyed = KeyRing(_settings).required
     for address in server.cfg.address:
-        check_loopback(address)
+        if isinstance(address, tuple):
+            check_exposed(str(address[0]), keyed=keyed)
     files = server.cfg.worker_connections + OWN_FILES
     if (allowed := allow_open_files(files)) < files:
         server.log.warning("%d open files are allowed, %d connections may need %d", allowed, files - OWN_FILES, files)
@@ -76,20 +81,12 @@ def allow_open_files(count: int) -> int:
     return wanted
 
 
-def check_loopback(address: Any) -> None:
-    """Raises ConfigurationError for anything but a unix socket's path or a loopback (host, port)."""
-    if not isinstance(address, tuple):
-        return
-    host = str(address[0])
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise ConfigurationError(
-            f"Refusing to listen on {host}: API keys are not supported yet, so only loopback addresses are allowed.",
-            param="server.host",
-        )
+def when_ready(server: Any) -> None:
+    """The same for sockets that were handed over (systemd, `fd://`), whose address nobody wrote down here."""
+    keyed = KeyRing(_settings).required
+    for listener in server.LISTENERS:
+        if isinstance(address := listener.getsockname(), tuple):
+            check_exposed(str(address[0]), keyed=keyed)
 
 
 def post_worker_init(worker: Any) -> None:

@@ -17,9 +17,14 @@ def register_request_ids(app: Flask) -> None:
     app.after_request(_sign)
 
 
+def new_request_id() -> str:
+    """One of ours."""
+    return f"req_{secrets.token_hex(16)}"
+
+
 def _begin() -> None:
     given = request.headers.get(HEADER, "")
-    g.request_id = given if _SAFE.fullmatch(given) else f"req_{secrets.token_hex(16)}"
+    g.request_id = given if _SAFE.fullmatch(given) else new_request_id()
 
 
 def _sign(response: Response) -> Response:

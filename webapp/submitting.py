@@ -17,6 +17,7 @@ from pool.store.jobs import View
 from pool.store.keys import END_ONLY
 from pool.store.records import NewJob
 from tasks.payloads import GenerationRequest
+from webapp.auth import current_caller
 from webapp.node import Node
 from webapp.waits import Waiter
 
@@ -103,10 +104,13 @@ def _prepare(node: Node, order: Order, *, watch: str, reader_ms: int) -> NewJob:
 
 
 def _build(node: Node, order: Order, *, watch: str, reader_ms: int) -> NewJob:
+    caller = current_caller()
     try:
         return node.services.submitter.prepare(
             order.request,
             door=order.door,
+            tenant=caller.tenant,
+            tenant_cap=caller.pending,
             params=json.dumps(order.params, ensure_ascii=False, separators=(",", ":")),
             background=order.background,
             store=order.store,

@@ -63,6 +63,10 @@ class Audit:
         tokens = {token.partition("#")[0] for token in index}
         for token in sorted(tokens | leases | timers | set(entries)):
             yield from self._reachable(token, token in index, token in leases, entries.get(token))
+        for member, _ in client.zscan_iter(keys.tenants, count=BATCH):
+            counted = member.decode().rpartition(":")[2]
+            if counted not in index:
+                yield Violation("I7", counted, "it counts for its tenant, but it is not in the index")
         held: set[tuple[str, str]] = set()
         for key in client.scan_iter(match=keys.job("*"), count=BATCH):
             yield from self._stored(key.decode().rpartition(":")[2], tokens, held)

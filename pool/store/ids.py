@@ -25,6 +25,10 @@ _ID = re.compile(
 KINDS = {"responses": "resp", "chat": "chatcmpl", "completion": "cmpl", "celery": "gen"}
 
 
+#: What is said of an id that stands for nothing, or for nothing that is the caller's business: always the same words.
+UNKNOWN = "No generation has this id."
+
+
 @dataclass(frozen=True, slots=True)
 class JobRef:
     """A parsed id: `model` and `shard` make the hash tag, `token` (32 hex digits) is unique within it."""
@@ -52,5 +56,5 @@ def parse_ref(text: str) -> JobRef:
     """Parse an id that came from outside. Raises JobUnknown for anything that genpool cannot have issued."""
     match = _ID.fullmatch(text)
     if match is None:
-        raise JobUnknown("No generation has this id.")
+        raise JobUnknown(UNKNOWN)
     return JobRef(match["kind"], match["model"], int(match["shard"]), match["token"])

@@ -14,15 +14,16 @@ from typing import Any
 
 import redis
 
-from pool.errors import JobExpired, JobNotCancellable, JobUnknown, KeyConflict, QueueFull, StateUnavailable
+from pool.errors import JobExpired, JobNotCancellable, JobUnknown, KeyConflict, StateUnavailable
 from pool.rules import jobs
 from pool.store.connection import Client, state_errors
-from pool.store.ids import JobRef
+from pool.store.ids import UNKNOWN, JobRef
 from pool.store.inputs import StoredInput, stored_input
 from pool.store.keys import PROBE, idempotency_key, keys_of, node_channel
 from pool.store.log import LogEntry, unpack
 from pool.store.memory import MemoryGate
 from pool.store.records import RECORD_FIELDS, JobRecord, NewJob, record_of
+from pool.store.refusals import refusal
 from pool.store.scripts import Command, run_stream, script
 from pool.store.server_clock import ServerClock
 
@@ -84,20 +85,10 @@ class JobStore:
             code, *detail = offer(range(len(stored.blocks)))
         if code == b"expired":
             raise JobExpired("This generation has ended and is no longer stored.")
-        if code in (b"full", b"refused"):
+        if code in (b"full", b"crowded", b"refused"):
             if key is not None:
                 self._release(job, key)
-            raise shortage or self._full(job, detail)
-
-    def _full(self, job: NewJob, detail: list[Any]) -> QueueFull:
-        """`detail`: of a reply "full", or "refused": the key's claim was left behind, or another resend just had it."""
-        if len(detail) == 1:
-            return QueueFull("This request was refused a moment ago. Try again now.", retry_after_s=1)
-        return QueueFull(
-            f"{job.ref.model} holds {int(detail[1])} generations, queued and running; {job.n} more would pass its "
-            f"limit of {self._pending_per_model}. Try again later.",
-            retry_after_s=5,
-        )
+            raise shortage or refusal(job, code, detail, self._pending_per_model)
 
     def _timely(self, build: Callable[[int], Command]) -> list[Any]:
         """Run a verb that shall not be carried out once we have given up on its reply, as a server that hung would.
@@ -124,10 +115,13 @@ class JobStore:
             index=keys.index,
             timers=keys.timers,
             tombstone=keys.tombstone(job.ref.token),
+            tenants=keys.tenants,
             blocks=[keys.input(block.id) for block in stored.blocks],
             token=job.ref.token,
             not_after=not_after_ms,
             cap=cap,
+            tenant=job.tenant,
+            own_cap=job.tenant_cap,
             claimed=int(claimed),
             remember=LATE_MS,
             n=job.n,
@@ -284,10 +278,11 @@ class JobStore:
     def absence(self, ref: JobRef) -> JobUnknown:
         """Why there is no record: it expired, or it never was. Raises StateUnavailable."""
         with state_errors():
-            remembered = self._client.get(keys_of(ref).tombstone(ref.token))
-        if remembered not in (None, b"erased"):
-            return JobExpired("This generation has ended and is no longer stored.")
-        return JobUnknown("No generation has this id.")
+            tombstone = self._client.get(keys_of(ref).tombstone(ref.token))
+        if tombstone not in (None, b"erased"):
+            tenant = tombstone.decode().removeprefix("of:") if tombstone.startswith(b"of:") else None
+            return JobExpired("This generation has ended and is no longer stored.", tenant=tenant)
+        return JobUnknown(UNKNOWN)
 
 
 def _view(ref: JobRef, cursor: int, stored: list[bytes | None], blobs: list[bytes]) -> View | None:

@@ -70,6 +70,12 @@ class ModelKeys:
         return self._key("timers")
 
     @cached_property
+    def tenants(self) -> str:
+        """ZSET, all scores 0: `tenant:token` of every job that has not ended and counts for its tenant; `token#K` as in
+        the index."""
+        return self._key("tenants")
+
+    @cached_property
     def dead(self) -> str:
         """STREAM of dead letters: job, code, losses, last rank. Never a prompt. Trimmed to a fixed length."""
         return self._key("dead")
@@ -112,7 +118,7 @@ class ModelKeys:
         return self._key(f"input:{block}")
 
     def tombstone(self, token: str) -> str:
-        """STRING with TTL: remembers that an ended job existed, longer than its record lives."""
+        """STRING with TTL: `of:TENANT` remembers that an ended job existed, longer than its record lives."""
         return self._key(f"tombstone:{token}")
 
     def ending(self, token: str, blocks: Sequence[str] = ()) -> dict[str, str | list[str]]:
@@ -127,6 +133,7 @@ class ModelKeys:
             "timers": self.timers,
             "tombstone": self.tombstone(token),
             "tally": self.tally,
+            "tenants": self.tenants,
             "blocks": [self.input(block) for block in blocks],
         }
 

@@ -32,7 +32,7 @@ class NewJob:
     waits for it, "" for none; `task_id`: the id under which Celery knows it ("" = the job's own id). `queue_timeout_ms`
     counts while it waits its turn, each time anew, `run_timeout_ms` while a worker has it, `deadline_ms` (0: none) from
     submit; after `reader_ms` (0: never) without a reader it is cancelled; its id is remembered `tombstone_ms` longer
-    than its result.
+    than its result. `tenant_cap`: choices that its tenant may hold of the model, with this job (0: it is not counted).
     """
 
     ref: JobRef
@@ -45,6 +45,7 @@ class NewJob:
     prompt_tokens: int | None = None
     params: str = "{}"
     tenant: str = "default"
+    tenant_cap: int = 0
     lane: str = "normal"
     fairness: str = ""
     background: bool = False

@@ -43,10 +43,10 @@ HANG_S = 3600
 class ScriptedEngine(Modelless):
     """A tasks.ports.Engine whose next token depends on the prompt's script and the number of tokens so far."""
 
-    context_length = CONTEXT
     prefill_grid = 16
 
-    def __init__(self, *, delay_ms: float, log_path: Path) -> None:
+    def __init__(self, *, delay_ms: float, log_path: Path, context_length: int = CONTEXT) -> None:
+        self.context_length = context_length
         self.vocabulary = scripted_vocabulary()
         tokens = reversed(range(self.vocabulary.size))
         self._token_of = {self.vocabulary.token_bytes(token): token for token in tokens}

@@ -14,6 +14,7 @@ from genpool import cli
 from pool.errors import InvalidRequest, UnknownModel
 from pool.store.server import StateServer
 from tasks import launch
+from tasks.api_keys import KeyRing
 from tasks.config import Settings, load_configuration
 from tasks.config_docs import markdown
 from tasks.job_commands import build_request
@@ -56,6 +57,30 @@ def test_config_prints_every_value_with_its_origin(monkeypatch: pytest.MonkeyPat
     assert 'state.url = "redis://***@h"  # GENPOOL_STATE__URL' in lines
     assert "server.threads = 256  # default" in lines
     assert len(lines) == len(load_configuration().effective())
+
+
+def test_a_key_is_printed_once_and_its_line_is_what_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both are in no other output, wherever the line is kept."""
+    made = run("keys", "new", "alice", "--admin").stdout.split()
+    key, line = made[1], " ".join(made[3:])
+    assert line.startswith("alice admin sha256:")
+    (tmp_path / "keys").write_text(line)
+    monkeypatch.setenv("GENPOOL_SERVER__KEYS_FILE", str(tmp_path / "keys"))
+    monkeypatch.setenv("GENPOOL_API_KEYS", line)
+    found = KeyRing(load_configuration().settings).find(key)
+    assert found is not None and found.name == "alice"
+    for shown in (run("config"), run("config", "--json"), run("config", "--markdown")):
+        assert shown.exit_code == 0
+        assert "sha256:" not in shown.output.replace("sha256:HEX", "") and key not in shown.output
+    assert run("keys", "new", "a b").exit_code == 1
+
+
+def test_up_refuses_an_address_that_others_reach_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything starts, with what to do."""
+    monkeypatch.setenv("GENPOOL_SERVER__HOST", "0.0.0.0")
+    refused = run("up")
+    assert refused.exit_code == 1
+    assert "Refusing to listen on 0.0.0.0" in refused.output and "genpool keys new" in refused.output
 
 
 def test_config_as_json() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -21,7 +22,7 @@ from flask.testing import FlaskClient
 from tests.waiting import wait_until
 from tests.webapp.api_process import ROOT, ApiProcess
 from tests.webapp.playing_worker import MODEL, PlayingWorker
-from webapp.sockets import ReadDeadlines, client_gone
+from webapp.sockets import client_gone
 
 pytestmark = pytest.mark.usefixtures("worker")
 
@@ -207,28 +208,21 @@ def test_chunked_bodies_have_the_same_limit(narrow_node: ApiProcess, worker: Pla
     assert worker.held == 1
 
 
-def test_a_head_or_body_that_never_ends_is_cut() -> None:
-    """Whoever reads from a silent connection past its deadline sees an end of file; others are left alone."""
-    deadlines = ReadDeadlines()
-    slow, silent_client = socket.socketpair()
-    quick, _quick_client = pair = socket.socketpair()
-    with slow, silent_client, pair[0], pair[1], ThreadPoolExecutor() as pool:
-        deadlines.begin(slow, limit_s=0)
-        deadlines.begin(quick, limit_s=60)
-        read = pool.submit(slow.recv, 1)
-        assert deadlines.cut_overdue() == 1
-        assert read.result(timeout=5) == b""
-        deadlines.end(quick)
-        assert deadlines.cut_overdue() == 0
-
-
-def test_half_a_head_does_not_hold_a_thread(start_node: Callable[..., ApiProcess]) -> None:
-    """A node with one thread serves again once the limit for a request's head is over."""
-    node = start_node("-k", "tests.webapp.hasty_worker.HastyWorker", SERVER__THREADS="1")
-    with socket.create_connection(("127.0.0.1", node.port), timeout=40) as sock:
-        sock.sendall(b"GET /healthz HTTP/1.1\r\nHost:")
-        assert sock.recv(1) == b""
+def test_half_a_request_does_not_hold_a_thread(start_node: Callable[..., ApiProcess]) -> None:
+    """A node with one thread serves while a head, a body, and a connection without a byte are on their way; all three
+    are cut when their time is over, what had begun with a 408."""
+    node = start_node(SERVER__THREADS="1", SERVER__RECEIVE_SECONDS="1.5")
+    post = b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+    begun = {b"": b"", b"GET /healthz HTTP/1.1\r\nHost:": b"HTTP/1.1 408 ", post: b"HTTP/1.1 408 "}
+    socks = [socket.create_connection(("127.0.0.1", node.port), timeout=40) for _ in begun]
+    for sock, part in zip(socks, begun, strict=True):
+        sock.sendall(part)
     assert httpx.get(f"{node.base_url}/healthz", timeout=10).status_code == 200
+    for sock, answer in zip(socks, begun.values(), strict=True):
+        with sock:
+            said = b"".join(iter(lambda sock=sock: sock.recv(65536), b""))
+        assert said.startswith(answer)
+        assert (b'"code":"request_timeout"' in said) == bool(answer)
 
 
 def test_a_closed_connection_is_noticed_and_a_pipelined_one_is_not() -> None:
@@ -309,21 +303,36 @@ def test_sigterm_cuts_streams_and_answers_waits_without_cancelling(
 
 
 def test_other_addresses_than_loopback_are_refused(redis_url: str, tmp_path: Path) -> None:
-    """Without API keys nobody but this machine may connect, however the address was given."""
+    """Without API keys nobody but this machine may connect, however the address was given, a socket's of somebody else
+    included; with keys everybody may try."""
     environment = {
         "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "GENPOOL_STATE__URL": redis_url, "TMPDIR": str(tmp_path),
     }  # fmt: skip
 
-    def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def start(*arguments: str, pass_fds: tuple[int, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "-m", "gunicorn", "-c", "python:webapp.gunicorn_conf", *arguments]
         return subprocess.run(
             [*argv, "webapp.app:create_app()"], check=False, cwd=tmp_path, env=environment | variables,
-            capture_output=True, text=True, timeout=30,
+            capture_output=True, text=True, timeout=30, pass_fds=pass_fds,
         )  # fmt: skip
 
-    by_argument = start("-b", "0.0.0.0:0")
-    assert by_argument.returncode != 0
-    assert "API keys are not supported yet" in by_argument.stderr
-    by_setting = start(GENPOOL_SERVER__HOST="192.0.2.1")
-    assert by_setting.returncode != 0
-    assert "server.host" in by_setting.stderr and "loopback" in by_setting.stderr
+    for refused in (
+        start("-b", "0.0.0.0:0"),
+        start("-b", "[::]:0"),
+        start(GENPOOL_SERVER__HOST="192.0.2.1"),
+        start(GENPOOL_SERVER__HOST="some.host.example"),
+    ):
+        assert refused.returncode != 0
+        assert "Refusing to listen on" in refused.stderr and "no API keys are configured" in refused.stderr
+    with socket.create_server(("0.0.0.0", 0)) as handed_over:
+        os.set_inheritable(handed_over.fileno(), True)
+        by_descriptor = start("-b", f"fd://{handed_over.fileno()}", pass_fds=(handed_over.fileno(),))
+        assert by_descriptor.returncode != 0
+        assert "Refusing to listen on 0.0.0.0" in by_descriptor.stderr
+    keys = tmp_path / "keys"
+    keys.write_text("# none yet\n")
+    empty = start("-b", "0.0.0.0:0", GENPOOL_SERVER__KEYS_FILE=str(keys))
+    assert empty.returncode != 0 and "holds no API key" in empty.stderr
+    keys.write_text("alice user sha256:nonsense-ZQ-CANARY\n")
+    broken = start("-b", "0.0.0.0:0", GENPOOL_SERVER__KEYS_FILE=str(keys))
+    assert broken.returncode != 0 and f"{keys}, line 1" in broken.stderr and "CANARY" not in broken.stderr

@@ -301,6 +301,7 @@ RAW = [
     (b"   ", 400),
     (b"[" * 4000, 400),
     (b'{"a":' * 600 + b"1" + b"}" * 600, 400),
+    (b'{"input":' * 65 + b"1" + b"}" * 65, 400),
     (b"3", 400),
     (b"null", 400),
     (b"[]", 400),
@@ -332,13 +333,14 @@ def test_bodies_that_are_no_request(
         {"Content-Type": "text/plain"},
         {},
         {"Content-Type": "application/json; charset=gbk"},
-        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+        {"Content-Type": "application/json", "Content-Encoding": "br"},
+        {"Content-Type": "application/json", "Content-Encoding": "gzip, gzip"},
         {"Content-Type": "application/x-www-form-urlencoded"},
     ],
     ids=str,
 )
 def test_other_media_types_are_415(http: FlaskClient, headers: dict[str, str]) -> None:
-    """Plain UTF-8 JSON only; nothing is decompressed."""
+    """UTF-8 JSON only, plain or compressed in one of two ways."""
     error = error_of(http.post(RESPONSES, data=b'{"model": "tiny", "input": "x"}', headers=headers), 415)
     assert error["code"] == "unsupported_media_type"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from flask import Blueprint, Response, jsonify, request
 
 from pool.rules import jobs
-from pool.store.ids import parse_ref
 from pool.store.jobs import View
 from pool.store.log import texts_of
 from pool.store.stored_jobs import ahead, erase
+from webapp.auth import own_view
 from webapp.bodies import json_object
 from webapp.conversations import conversation, input_items
 from webapp.errors import answer_for
@@ -52,11 +52,11 @@ def read(job: str) -> Response:
     """The response as it is now, or its events from the beginning (or after `starting_after`), live to the end."""
     node = current_node()
     after = replay_query(request.args)
-    ref = parse_ref(job)
-    view = node.store.view(ref)
+    view = own_view(node, job)
     if after is None or request.method == "HEAD":
         return _shown(view)
     with node.places.handed_on():
+        ref = view.record.ref
         waiter = node.waits.open(ref, view.cursor) if view.record.terminal else node.waits.follow(ref, view.cursor)
         return stream_of(node, waiter, view, ResponsesStream(view.record, after), cancels=False)
 
@@ -65,7 +65,7 @@ def read(job: str) -> Response:
 def cancel(job: str) -> Response:
     """End the job. Repeating it changes nothing; a job that ended in another way is refused."""
     node = current_node()
-    ref = parse_ref(job)
+    ref = own_view(node, job).record.ref
     node.store.cancel(ref)
     return _shown(node.store.view(ref))
 
@@ -74,15 +74,15 @@ def cancel(job: str) -> Response:
 def delete(job: str) -> Response:
     """Forget the response, its events and its input; one that has not ended is cancelled first."""
     node = current_node()
-    erase(node.services.client, node.store, parse_ref(job))
+    erase(node.services.client, node.store, own_view(node, job).record.ref)
     return jsonify({"id": job, "object": "response", "deleted": True})
 
 
 @blueprint.get("/v1/responses/<job>/input_items")
 def items(job: str) -> Response:
     """What the response was made from, page by page."""
-    query = items_query(request.args)
-    return jsonify(input_items(current_node(), parse_ref(job), query))
+    query, node = items_query(request.args), current_node()
+    return jsonify(input_items(node, own_view(node, job).record, query))
 
 
 def _shown(view: View) -> Response:

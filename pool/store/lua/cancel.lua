@@ -8,6 +8,7 @@
 -- KEY timers zset
 -- KEY tombstone string
 -- KEY tally list
+-- KEY tenants zset
 -- KEYS blocks hash those of its input, in order
 -- ARG token str
 -- ARG ttl ms
@@ -20,5 +21,5 @@ if seen[1] ~= 'queued' and seen[1] ~= 'running' then return {'ended', seen[1]} e
 local unknown = undeclared(seen[11], blocks)
 if unknown then return unknown end
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
-  timers = timers, tombstone = tombstone, tally = tally, blocks = blocks}
+  timers = timers, tombstone = tombstone, tally = tally, tenants = tenants, blocks = blocks}
 return {'ok', finish(keys, token, seen, 'cancelled', ttl, now_ms(), {})}

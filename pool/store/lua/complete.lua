@@ -8,6 +8,7 @@
 -- KEY timers zset
 -- KEY tombstone string
 -- KEY tally list
+-- KEY tenants zset
 -- KEYS blocks hash those of its input, in order
 -- ARG token str
 -- ARG attempt str
@@ -36,5 +37,5 @@ fields[#fields + 1] = 'tokens'
 fields[#fields + 1] = logged + count
 seen[8] = logged + count
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
-  timers = timers, tombstone = tombstone, tally = tally, blocks = blocks}
+  timers = timers, tombstone = tombstone, tally = tally, tenants = tenants, blocks = blocks}
 return {'ok', (finish(keys, token, seen, state, ttl, now_ms(), fields))}

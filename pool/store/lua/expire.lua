@@ -8,6 +8,7 @@
 -- KEY timers zset
 -- KEY tombstone string
 -- KEY tally list
+-- KEY tenants zset
 -- KEY sweep hash
 -- KEYS blocks hash those of its input, in order
 -- ARG kind str queue, run, deadline or reader
@@ -41,7 +42,7 @@ if unknown then return unknown end
 redis.call('ZREM', timers, timer)
 if not live then return {'void'} end
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
-  timers = timers, tombstone = tombstone, tally = tally, blocks = blocks}
+  timers = timers, tombstone = tombstone, tally = tally, tenants = tenants, blocks = blocks}
 if kind == 'reader' then return {'cancelled', finish(keys, token, seen, 'cancelled', ttl, at_ms, {})} end
 local reasons = {
   queue = {'queue_timeout', 'No worker began it within its queue timeout.'},

@@ -10,6 +10,7 @@
 -- KEY timers zset
 -- KEY tombstone string
 -- KEY tally list
+-- KEY tenants zset
 -- KEY sweep hash
 -- KEY dead stream
 -- KEYS blocks hash those of its input, in order
@@ -45,7 +46,7 @@ if not (crashes >= cap and (before[4] == '1' or cap == 1) or losses >= 10 * cap)
 end
 redis.call('XADD', dead, 'MAXLEN', '~', keep, '*', 'job', token, 'code', 'poison', 'losses', losses, 'rank', seen[5])
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
-  timers = timers, tombstone = tombstone, tally = tally, blocks = blocks}
+  timers = timers, tombstone = tombstone, tally = tally, tenants = tenants, blocks = blocks}
 local reason = 'It lost its worker ' .. losses .. ' times; it was not tried again.'
 local values = {'error_code', 'poison', 'error_message', reason}
 return {'poison', finish(keys, token, seen, 'failed', ttl, at_ms, values)}

@@ -2,7 +2,7 @@
 -- `seen` holds the record's fields of ENDING, `values` the terminal ones to write, name by name.
 -- Returns the nodes to wake, and the rank that may still be working on it.
 local ENDING = {'state', 'entry', 'celery', 'watch', 'rank', 'tombstone_ms', 'n', 'tokens', 'attempt', 'nonce',
-  'blocks', 'store', 'created_ms', 'started_ms', 'prompt_tokens'}
+  'blocks', 'store', 'created_ms', 'started_ms', 'prompt_tokens', 'tenant'}
 -- How much longer than the record its log and its input stay: whoever has read the record reads them whole.
 local LINGER_MS = 60000
 
@@ -33,12 +33,17 @@ end
 
 local function finish(keys, token, seen, state, ttl_ms, at_ms, values)
   local _, entry, celery, watch, rank, tombstone_ms, n = unpack(seen)
+  local tenant = seen[16] or ''
   redis.call('HSET', keys.job, 'state', state, 'finished_ms', at_ms, unpack(values))
   redis.call('XACK', keys.queue, 'workers', entry)
   redis.call('XDEL', keys.queue, entry)
   redis.call('RPUSH', keys.tally, line_of(seen, state, at_ms, values))
   redis.call('ZREM', keys.index, token)
-  for choice = 1, tonumber(n) - 1 do redis.call('ZREM', keys.index, token .. '#' .. choice) end
+  redis.call('ZREM', keys.tenants, tenant .. ':' .. token)
+  for choice = 1, tonumber(n) - 1 do
+    redis.call('ZREM', keys.index, token .. '#' .. choice)
+    redis.call('ZREM', keys.tenants, tenant .. ':' .. token .. '#' .. choice)
+  end
   redis.call('ZREM', keys.leases, token)
   redis.call('ZREM', keys.timers, 'queue:' .. token, 'run:' .. token, 'deadline:' .. token, 'reader:' .. token)
   local stored = seen[12] == '1'
@@ -47,7 +52,7 @@ local function finish(keys, token, seen, state, ttl_ms, at_ms, values)
   -- Instants, not times from now: on Redis 7.0 time goes on within a script.
   redis.call('PEXPIREAT', keys.job, at_ms + ttl_ms)
   redis.call('PEXPIREAT', keys.log, at_ms + ttl_ms + LINGER_MS)
-  redis.call('SET', keys.tombstone, '', 'PX', ttl_ms + tonumber(tombstone_ms))
+  redis.call('SET', keys.tombstone, 'of:' .. tenant, 'PX', ttl_ms + tonumber(tombstone_ms))
   if celery == '1' then redis.call('ZADD', keys.outbox, at_ms, token) end
   return watch or '', rank or ''
 end

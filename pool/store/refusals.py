@@ -1,0 +1,28 @@
+"""What a refused submit is told: which limit, and when to come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pool.errors import QueueFull
+from pool.store.records import NewJob
+
+#: Nobody knows when a place becomes free; a client that asks every few seconds finds one soon enough.
+COME_BACK_S = 5
+
+
+def refusal(job: NewJob, code: bytes, detail: list[Any], pending_per_model: int) -> QueueFull:
+    """The error for a reply of submit.lua: "full" and "crowded" carry (time, choices held), "refused" the time alone:
+    the claim of its key was left behind, or another resend just had it."""
+    if code == b"refused":
+        return QueueFull("This request was refused a moment ago. Try again now.", retry_after_s=1)
+    if code == b"full":
+        whose, limit, name = job.ref.model, pending_per_model, None
+    else:
+        whose, limit, name = f"This API key's owner, for {job.ref.model},", job.tenant_cap, "key_queue_full"
+    return QueueFull(
+        f"{whose} holds {int(detail[1])} generations, queued and running; {job.n} more would pass its "
+        f"limit of {limit}. Try again later.",
+        retry_after_s=COME_BACK_S,
+        code=name,
+    )

@@ -1,0 +1,171 @@
+"""When has a request arrived? Told from its bytes, without a thread that waits for them.
+
+Only framing is looked at, as far as it takes to know the end. Whether head and body are right is gunicorn's to say, who
+gets the bytes of one request and no others: what is odd here is handed over at once, and refused there.
+
+| bytes so far | verdict |
+|---|---|
+| part of a head, or of a body within the limit | MORE |
+| a head and all of its body; or something whose end nobody can tell | WHOLE |
+| a head that announces more than the limit, or a body that has passed it | OVERSIZE: answered without the rest |
+| a request line, or a head, that is too long already | LINE_TOO_LONG, HEAD_TOO_LARGE |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from enum import Enum, auto
+
+#: Longest request line, and longest line of a head; gunicorn's own limits are set to the same.
+LINE_BYTES = 8190
+#: Longest head.
+HEAD_BYTES = 65536
+#: How much of a chunked body may be framing: whoever sends more chunks than that is no client of ours.
+FRAMING_BYTES = 512 * 1024
+#: Pieces in which a request is handed to gunicorn's parser.
+PIECE_BYTES = 65536
+
+_HEAD_END = b"\r\n\r\n"
+_BARE_LF = re.compile(rb"(?<!\r)\n")
+_CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]+")
+
+
+class Verdict(Enum):
+    """What is to be done with a connection after its latest bytes."""
+
+    MORE = auto()
+    WHOLE = auto()
+    OVERSIZE = auto()
+    LINE_TOO_LONG = auto()
+    HEAD_TOO_LARGE = auto()
+
+
+class Arrival:
+    """One request on its way in. `data` holds all bytes so far, perhaps those of a next request too; `end`, once the
+    verdict is WHOLE, is where this one ends."""
+
+    def __init__(self, body_limit_bytes: int) -> None:
+        self.data = bytearray()
+        self.end = 0
+        self.waits_for_continue = False
+        self._limit_bytes = body_limit_bytes
+        self._head_bytes = 0
+        self._seen = 0
+        self._chunks: _Chunks | None = None
+
+    def feed(self, data: bytes) -> Verdict:
+        """The verdict once these bytes have come as well."""
+        self.data += data
+        if not self._head_bytes:
+            verdict = self._look_for_head()
+            if verdict is not None:
+                return verdict
+        if self._chunks is not None:
+            verdict, self.end = self._chunks.look(self.data)
+            return verdict
+        return Verdict.WHOLE if len(self.data) >= self.end else Verdict.MORE
+
+    def pieces(self) -> Iterator[bytes]:
+        """This request's bytes, in pieces."""
+        for start in range(0, self.end, PIECE_BYTES):
+            yield bytes(self.data[start : min(start + PIECE_BYTES, self.end)])
+
+    def rest(self) -> bytes:
+        """What came behind this request."""
+        return bytes(self.data[self.end :])
+
+    def _look_for_head(self) -> Verdict | None:
+        """None once the head is there and its body is to be waited for."""
+        start = max(self._seen - len(_HEAD_END) + 1, 0)
+        at = self.data.find(_HEAD_END, start)
+        if at < 0:
+            return self._look_at_part(start)
+        self._head_bytes = at + len(_HEAD_END)
+        if self._head_bytes > HEAD_BYTES:
+            return Verdict.HEAD_TOO_LARGE
+        return self._look_at_framing(bytes(self.data[:at]))
+
+    def _look_at_part(self, start: int) -> Verdict:
+        self._seen = len(self.data)
+        if _BARE_LF.search(self.data, start):
+            return self._as_it_is(Verdict.WHOLE)
+        if self._seen > LINE_BYTES + 2 and self.data.find(b"\r\n", 2, LINE_BYTES + 4) < 0:
+            return Verdict.LINE_TOO_LONG
+        return Verdict.HEAD_TOO_LARGE if self._seen > HEAD_BYTES else Verdict.MORE
+
+    def _look_at_framing(self, head: bytes) -> Verdict | None:
+        """What the head says of its body. A head that says two things is handed over: it will be refused."""
+        request_line, *lines = head.split(b"\r\n")
+        fields = [line.partition(b":") for line in lines]
+        lengths = [value.strip(b" \t") for name, _, value in fields if name.lower() == b"content-length"]
+        codings = [value.strip(b" \t").lower() for name, _, value in fields if name.lower() == b"transfer-encoding"]
+        expects = [value.strip(b" \t").lower() for name, _, value in fields if name.lower() == b"expect"]
+        self.waits_for_continue = expects == [b"100-continue"] and request_line.endswith(b"HTTP/1.1")
+        if not lengths and not codings:
+            self.end = self._head_bytes
+        elif not lengths and len(codings) == 1 and codings[0].endswith(b"chunked"):
+            self._chunks = _Chunks(self._head_bytes, self._limit_bytes)
+        elif not codings and len(lengths) == 1 and lengths[0].isdigit():
+            length = int(lengths[0]) if len(lengths[0]) < 20 else self._limit_bytes + 1
+            if length > self._limit_bytes:
+                return self._as_it_is(Verdict.OVERSIZE)
+            self.end = self._head_bytes + length
+        else:
+            return self._as_it_is(Verdict.WHOLE)
+        return None
+
+    def _as_it_is(self, verdict: Verdict) -> Verdict:
+        self.end = len(self.data)
+        return verdict
+
+
+class _Chunks:
+    """Finds the end of a chunked body."""
+
+    def __init__(self, at: int, limit_bytes: int) -> None:
+        self._at = at
+        self._limit_bytes = limit_bytes
+        self._skip = 0
+        self._payload_bytes = 0
+        self._framing_bytes = 0
+        self._in_trailers = False
+
+    def look(self, data: bytearray) -> tuple[Verdict, int]:
+        """The verdict on all bytes so far, and where the body ends (or what there is of it)."""
+        while self._pass_chunk(data):
+            end = data.find(b"\r\n", self._at)
+            if end < 0:
+                # gunicorn refuses a line without end by the same limit.
+                broken = len(data) - self._at > LINE_BYTES + 2
+                return (Verdict.WHOLE if broken else Verdict.MORE), len(data)
+            line = bytes(data[self._at : end])
+            self._framing_bytes += len(line) + 4
+            self._at = end + 2
+            if self._in_trailers and not line:
+                return Verdict.WHOLE, self._at
+            if not self._in_trailers and not self._begin_chunk(line):
+                return Verdict.WHOLE, len(data)
+            if self._payload_bytes > self._limit_bytes or self._framing_bytes > FRAMING_BYTES:
+                return Verdict.OVERSIZE, len(data)
+        return Verdict.MORE, len(data)
+
+    def _pass_chunk(self, data: bytearray) -> bool:
+        """Go past the rest of the current chunk's data; False while some of it is missing."""
+        step = min(self._skip, len(data) - self._at)
+        self._at += step
+        self._skip -= step
+        return self._skip == 0
+
+    def _begin_chunk(self, line: bytes) -> bool:
+        """Read the line in front of a chunk; False when it is none."""
+        size, extension, _ = line.partition(b";")
+        if extension:
+            size = size.rstrip(b" \t")
+        if not _CHUNK_SIZE.fullmatch(size):
+            return False
+        length = int(size, 16)
+        self._payload_bytes += length
+        self._skip = length + 2 if length else 0
+        self._in_trailers = length == 0
+        return True

@@ -1,0 +1,97 @@
+"""Who calls, and what they may: API keys at the door, and whose job is whose.
+
+| what | open to |
+|---|---|
+| /healthz, /health, /readyz | everybody |
+| /metrics | admin and metrics keys: the figures are about everybody's work |
+| /v1/admin/... | admin keys |
+| anything else, also what does not exist | user and admin keys |
+
+What is open is decided by the rule that matched, so no way of writing a path opens another. Without configured keys
+everybody may do everything: such a node listens on loopback alone (`tasks.api_keys.check_exposed`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flask import Flask, Request, g, request
+
+from pool.errors import JobExpired, JobUnknown
+from pool.store.ids import UNKNOWN, parse_ref
+from pool.store.jobs import View
+from tasks.api_keys import ADMIN, METRICS, USER, ApiKey, KeyRing
+from webapp.errors import InvalidApiKey, KeyNotAllowed
+from webapp.node import Node
+
+OPEN = frozenset({"/healthz", "/health", "/readyz"})
+ADMIN_PREFIX = "/v1/admin"
+#: Whose jobs are those that came without a key.
+NOBODY = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whoever sent the request. `pending`: choices it may hold of a model (0: no limit of its own); `sees_all`: no keys
+    are configured, and every job is everybody's."""
+
+    tenant: str
+    pending: int = 0
+    sees_all: bool = False
+
+
+def register_auth(app: Flask, ring: KeyRing, *, pending_per_key: int) -> None:
+    """Let nobody past without a key, if there are any."""
+
+    def admit() -> None:
+        g.caller = admitted(request, ring, pending_per_key) if ring.required else Caller(NOBODY, sees_all=True)
+
+    app.before_request(admit)
+
+
+def current_caller() -> Caller:
+    """Who sent the current request."""
+    caller: Caller = g.caller
+    return caller
+
+
+def admitted(request: Request, ring: KeyRing, pending_per_key: int) -> Caller:
+    """The caller of a request. Raises InvalidApiKey and KeyNotAllowed."""
+    rule = request.url_rule.rule if request.url_rule is not None else None
+    if rule in OPEN:
+        return Caller(NOBODY)
+    key = _key_of(request, ring)
+    if key.kind not in _kinds_for(rule or "/" + request.path.lstrip("/")):
+        raise KeyNotAllowed("This API key may not be used for this.")
+    return Caller(key.name, pending_per_key if key.pending is None else key.pending)
+
+
+def _kinds_for(place: str) -> tuple[str, ...]:
+    if place == ADMIN_PREFIX or place.startswith(f"{ADMIN_PREFIX}/"):
+        return (ADMIN,)
+    return (ADMIN, METRICS) if place == "/metrics" else (ADMIN, USER)
+
+
+def _key_of(request: Request, ring: KeyRing) -> ApiKey:
+    scheme, _, sent = request.headers.get("Authorization", "").strip().partition(" ")
+    if scheme.lower() != "bearer" or not sent.strip():
+        raise InvalidApiKey(sent=False)
+    key = ring.find(sent.strip())
+    if key is None:
+        raise InvalidApiKey(sent=True)
+    return key
+
+
+def own_view(node: Node, job: str) -> View:
+    """A job of the caller's, by its id as it came. Raises JobUnknown, also for a job of somebody else's, in the same
+    words, and JobExpired."""
+    caller, ref = current_caller(), parse_ref(job)
+    try:
+        view = node.store.view(ref)
+    except JobExpired as error:
+        if caller.sees_all or error.tenant == caller.tenant:
+            raise
+    else:
+        if caller.sees_all or view.record.tenant == caller.tenant:
+            return view
+    raise JobUnknown(UNKNOWN)

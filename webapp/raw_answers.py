@@ -1,0 +1,70 @@
+"""Answers given without the application, by the server, to what never became a request.
+
+Their shape is that of all errors. Their words are fixed by the kind of error: gunicorn's repeat what the client sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from gunicorn.http import errors
+
+from webapp.errors import error_type
+from webapp.request_ids import HEADER, new_request_id
+
+
+def raw_answer(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> bytes:
+    """A whole HTTP/1.1 answer, after which the connection ends."""
+    error = {"message": message, "type": error_type(status), "param": None, "code": code}
+    body = json.dumps({"error": error}, separators=(",", ":")).encode()
+    fields = {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        "Connection": "close",
+        HEADER: new_request_id(),
+        **(headers or {}),
+    }
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+    return (head + "".join(f"{name}: {value}\r\n" for name, value in fields.items()) + "\r\n").encode("latin-1") + body
+
+
+def too_slow() -> bytes:
+    """A request that did not arrive in time. Sent again it would be as slow."""
+    message = "The request did not arrive in time."
+    return raw_answer(408, "request_timeout", message, {"x-should-retry": "false"})
+
+
+def too_busy() -> bytes:
+    """There is no memory for this request's body at the moment; nothing of it was looked at."""
+    headers = {"Retry-After": "1", "x-should-retry": "true"}
+    return raw_answer(503, "too_many_bodies", "Too many large requests are arriving at this node.", headers)
+
+
+def line_too_long() -> bytes:
+    """The request line is over the limit."""
+    return raw_answer(414, "uri_too_long", "The request line is too long.")
+
+
+def head_too_large() -> bytes:
+    """The head is over one of its limits."""
+    return raw_answer(431, "headers_too_large", "The request's headers are too many or too large.")
+
+
+def answer_to(error: Exception) -> bytes:
+    """For what gunicorn's parser raised, or for an error of the server's own."""
+    match error:
+        case errors.LimitRequestLine():
+            return line_too_long()
+        case errors.LimitRequestHeaders():
+            return head_too_large()
+        case errors.ExpectationFailed():
+            return raw_answer(417, "expectation_failed", "Nothing but 100-continue may be expected.")
+        case errors.UnsupportedTransferCoding():
+            return raw_answer(501, "unsupported_transfer_coding", "This transfer coding is not supported.")
+        case errors.InvalidResponseHeader() | errors.InvalidResponseHeaderName() | errors.ConfigurationProblem():
+            pass
+        case errors.ParseException():
+            return raw_answer(400, "bad_request", "This is not a valid HTTP/1.1 request.")
+    return raw_answer(500, "internal_error", "The server made an error.", {"x-should-retry": "false"})
