@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from tests.system import SCRIPTED, System
@@ -95,3 +97,10 @@ def _chat_stream(system: System, body: dict[str, Any]) -> Told:
     choices = [frame["choices"][0] for frame in _frames(answer.content)]
     deltas = tuple(text for choice in choices if (text := choice["delta"].get("content")))
     return Told("".join(deltas), choices[-1]["finish_reason"], deltas)
+
+
+def are_joins(deltas: Iterable[str], pieces: Iterable[str]) -> bool:
+    """Whether `deltas` are `pieces` in order, neighbours perhaps joined: a busy machine shows two steps at once."""
+    ends = list(accumulate(map(len, pieces)))
+    shown = list(accumulate(map(len, deltas)))
+    return "".join(deltas) == "".join(pieces) and set(shown) <= set(ends)
