@@ -61,7 +61,8 @@ class ModelKeys:
 
     @cached_property
     def outbox(self) -> str:
-        """ZSET token -> end time (ms): ended jobs whose Celery result is still to be written."""
+        """ZSET token -> end time (ms): ended jobs whose Celery result is still to be written; `erased:TASK`: one of a
+        deleted job, to be forgotten."""
         return self._key("outbox")
 
     @cached_property
@@ -113,8 +114,8 @@ class ModelKeys:
         return self._key(f"log:{token}")
 
     def input(self, block: str) -> str:
-        """HASH: a block of inputs: data, until_ms, and the token of each unended job that holds it. A TTL while no job
-        does."""
+        """HASH: a block of inputs: data, until_ms, kept, and the token of each unended job that holds it. A TTL while
+        no job does."""
         return self._key(f"input:{block}")
 
     def tombstone(self, token: str) -> str:

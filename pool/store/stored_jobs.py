@@ -3,6 +3,7 @@ job; and their removal before their time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from pool.store.ids import JobRef
 from pool.store.inputs import read_input
 from pool.store.jobs import JobStore
 from pool.store.keys import keys_of
-from pool.store.scripts import run, script
+from pool.store.scripts import Command, run, script
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +67,32 @@ def stored_job(client: Client, ref: JobRef) -> StoredJob | None:
 
 
 def erase(client: Client, store: JobStore, ref: JobRef) -> None:
-    """Remove a job's record, log and input; one that has not ended is cancelled first. Repeated, it finds nothing.
+    """Remove a job's record, log and input, and in time its Celery result; one that has not ended is cancelled first.
+    Repeated, it finds nothing.
 
     Raises JobUnknown and StateUnavailable.
     """
-    keys = keys_of(ref)
-    command = script("erase")(job=keys.job(ref.token), log=keys.log(ref.token), tombstone=keys.tombstone(ref.token))
     with state_errors():
-        code, *_ = run(client, command)
+        code, *rest = run(client, _erase_command(ref))
         if code == b"live":
             with suppress(JobNotCancellable):
                 store.cancel(ref)
-            code, *_ = run(client, command)
+            code, *rest = run(client, _erase_command(ref))
+        if code == b"blocks":
+            code, *_ = run(client, _erase_command(ref, rest[0].decode().split()))
     if code == b"gone":
         raise store.absence(ref)
+
+
+def _erase_command(ref: JobRef, blocks: Sequence[str] = ()) -> Command:
+    keys = keys_of(ref)
+    return script("erase")(
+        job=keys.job(ref.token),
+        log=keys.log(ref.token),
+        outbox=keys.outbox,
+        tombstone=keys.tombstone(ref.token),
+        blocks=[keys.input(block) for block in blocks],
+    )
 
 
 def ahead(client: Client, ref: JobRef, created_ms: int) -> int:

@@ -12,7 +12,7 @@
 -- KEYS blocks hash those of its input, in order
 -- ARG token str
 -- ARG ttl ms
--- INCLUDE clock inputs finish
+-- INCLUDE clock kept inputs finish
 -- FLAGS allow-oom
 -- RETURN {"ok", watch, rank} | {"ended", state} | {"gone"} | {"blocks", ids} to be declared
 local seen = redis.call('HMGET', job, unpack(ENDING))

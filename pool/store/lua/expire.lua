@@ -15,7 +15,7 @@
 -- ARG token str
 -- ARG ttl ms
 -- ARG lease ms
--- INCLUDE clock inputs finish
+-- INCLUDE clock kept inputs finish
 -- FLAGS allow-oom
 -- RETURN {"failed", watch, rank} | {"cancelled", watch, rank} | {"early"} | {"void"}
 --   | {"blocks", ids} to be declared

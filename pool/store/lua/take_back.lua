@@ -18,7 +18,7 @@
 -- ARG cap attempts without a token that may be lost in a row
 -- ARG ttl ms
 -- ARG keep dead letters kept
--- INCLUDE clock requeue inputs finish
+-- INCLUDE clock requeue kept inputs finish
 -- FLAGS allow-oom
 -- RETURN {"requeued", watch, rank} | {"poison", watch, rank} | {"live"} | {"ended"} | {"blocks", ids} to be declared
 local at_ms = now_ms()
