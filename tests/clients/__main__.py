@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tasks.api_keys import USER, new_key
 from tests.clients.environments import ALL, Suite, command
 from tests.processes import free_port
 from tests.system import SCRIPTED, TINY, System
@@ -40,8 +41,12 @@ def main() -> int:
 
 
 def _run(suites: list[Suite], folder: Path) -> dict[str, bool]:
-    sections = {"limits": {"pending_per_model": PENDING_PER_MODEL}}
-    with System(folder, apis=2, workers=1, sections=sections, serves=f"{SCRIPTED},{TINY}", delay_ms=10) as system:
+    key, line = new_key("client", USER)
+    keys_file = folder / "keys"
+    keys_file.write_text(f"{line}\n")
+    sections = {"limits": {"pending_per_model": PENDING_PER_MODEL}, "server": {"keys_file": str(keys_file)}}
+    serves = f"{SCRIPTED},{TINY}"
+    with System(folder, apis=2, workers=1, key=key, sections=sections, serves=serves, delay_ms=10) as system:
         stranded = system.api_part(9, f"redis://127.0.0.1:{free_port()}/0")
         system.apis.append(stranded)
         system.start()
@@ -52,7 +57,7 @@ def _run(suites: list[Suite], folder: Path) -> dict[str, bool]:
             "CLIENT_MODEL": TINY,
             "CLIENT_SCRIPTED": SCRIPTED,
             "CLIENT_PENDING": str(PENDING_PER_MODEL),
-            "CLIENT_KEY": "unused",
+            "CLIENT_KEY": key,
             # Clients that would otherwise ask elsewhere on the network.
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "OPENAI_AGENTS_DISABLE_TRACING": "1",

@@ -117,6 +117,8 @@ test("exception classes", async () => {
   const bad = client.responses.create({ model: MODEL, input: "x", temperature: 9 });
   await assert.rejects(bad, (error) => error instanceof OpenAI.BadRequestError && error.param === "temperature");
   await assert.rejects(client.responses.retrieve(unknown), OpenAI.NotFoundError);
+  const stranger = clientOf(process.env.CLIENT_URL, { apiKey: "gp-nobodys" });
+  await assert.rejects(stranger.models.list(), OpenAI.AuthenticationError);
   const headers = { "Idempotency-Key": "key-of-the-node-conflict" };
   const first = await client.responses.create({ model: SCRIPTED, input: "say a" }, { headers });
   const again = await client.responses.create({ model: SCRIPTED, input: "say a" }, { headers });

@@ -295,6 +295,13 @@ def test_400(client: OpenAI) -> None:
         assert error.value.param == param
 
 
+def test_401() -> None:
+    """A key that nobody was given."""
+    with client_of("CLIENT_URL") as made, pytest.raises(openai.AuthenticationError) as error:
+        made.with_options(api_key="gp-nobodys").responses.create(model=MODEL, input="x")
+    assert error.value.code == "invalid_api_key"
+
+
 def test_404(client: OpenAI) -> None:
     """Unknown models and ids."""
     with pytest.raises(openai.NotFoundError) as error:
