@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-.PHONY: help run test test-redis7 cancels faults-long lint chaos chaos-long recovery clean
+.PHONY: help run test test-clients fuzz test-redis7 cancels faults-long lint chaos chaos-long recovery clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,12 @@ test-redis7: $(STAMP) ## Run the store's and the state server's tests on Redis 7
 
 faults-long: $(STAMP) ## Do every fault of the state server on both servers, with all settings.
 	FAULTS=long $(BIN)/python -m pytest -q tests/faults/test_faulty_server.py
+
+test-clients: $(STAMP) ## Official clients and frameworks against a live system, each in an environment of its own (needs npm).
+	$(BIN)/python -m tests.clients
+
+fuzz: $(STAMP) ## Send 20,000 hostile requests, then those of schemathesis (SEED=N replays).
+	$(BIN)/python -m tests.fuzz $(if $(SEED),--seed $(SEED))
 
 lint: $(STAMP) ## Check format, style, types, the layers' borders, file lengths and Lua headers.
 	$(BIN)/ruff format --check .

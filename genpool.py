@@ -1,5 +1,5 @@
-"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | dead-letters | check | config |
-models | keys`.
+"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | queues | dead-letters | check |
+doctor | config | models | keys`.
 
 Each command checks the settings, then hands over to the layer that does the work. Deliberate errors end as one line on
 stderr and exit code 1, wrong usage as exit code 2.
@@ -11,8 +11,9 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,17 +23,21 @@ from typing import Any, NoReturn
 import click
 
 from pool.errors import GenpoolError
+from pool.store.connection import connect
 from tasks import dead_letters, job_commands, launch
 from tasks.api_keys import ADMIN, METRICS, USER, KeyRing, check_exposed, new_key
 from tasks.client import Client
-from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings
+from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings, state_url
 from tasks.config_docs import markdown
+from tasks.doctor import examine, failures
 from tasks.own_runtime import require_state_server, state_server_hint
 from tasks.payloads import MAX_SEED, MAX_TOKENS_LIMIT
+from tasks.queues import HEAD, Queue, Queues
+from tasks.queues import as_json as queues_as_json
 from tasks.rerun import audit_texts
 from tasks.supervisor import Supervisor
 from tasks.urls import masked
-from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_weights
+from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_weights, weights_fault
 
 
 class _Group(click.Group):
@@ -198,6 +203,54 @@ def check(as_json: bool, rerun: int) -> None:
             click.echo(f"{violation.invariant}  {violation.subject}  {violation.detail}")
         click.echo(f"{len(found)} violations." if found else "No violation.")
     sys.exit(1 if found else 0)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def doctor(as_json: bool) -> None:
+    """Check versions, state server, models, port, folders and clock. Exit code 1 when something is wrong."""
+    found = list(examine(load_settings(), weights_fault))
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in found], indent=2))
+    else:
+        _table(("CHECK", "STATUS", "FOUND"), [(each.check, each.status, masked(each.detail)) for each in found])
+        for each in found:
+            if each.remedy:
+                click.echo(f"{each.check}: {each.remedy}")
+    sys.exit(1 if failures(found) else 0)
+
+
+@cli.command()
+@click.option("--watch", type=click.FloatRange(min=0.1), metavar="SECONDS", help="Look again every so often.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON, one line a look.")
+def queues(watch: float | None, as_json: bool) -> None:
+    """Show each model's queue: depth, age of the oldest job, slots, and rates since the look before.
+
+    Without --watch, rates are those of one second.
+    """
+    settings = load_settings()
+    require_state_server(settings)
+    client = connect(state_url(settings), max_connections=1)
+    look = Queues(settings, client).look
+    with closing(client), suppress(KeyboardInterrupt):
+        if watch is None:
+            look()
+            time.sleep(1)
+            _show_queues(look(), as_json)
+            return
+        while True:
+            found = look()
+            if not as_json:
+                click.clear()  # only of a terminal
+            _show_queues(found, as_json)
+            time.sleep(watch)
+
+
+def _show_queues(found: list[Queue], as_json: bool) -> None:
+    if as_json:
+        click.echo(queues_as_json(found))
+    else:
+        _table(HEAD, [queue.row() for queue in found])
 
 
 @cli.group("dead-letters")

@@ -18,6 +18,7 @@ from typing import Any
 from pool.store.server import StateServer
 
 ROOT = Path(__file__).resolve().parents[1]
+PEERS = ROOT / "benchmarks" / "peers"
 START_S = 60.0
 STOP_S = 10.0
 
@@ -50,6 +51,11 @@ class Command:
 def module(name: str, *arguments: str, variables: Mapping[str, str] | None = None) -> Command:
     """One of our own modules, in this environment."""
     return Command([sys.executable, "-m", name, *arguments], variables=variables)
+
+
+def peer(argv: Sequence[str], variables: Mapping[str, str] | None = None) -> Command:
+    """A module of `peers/`, in an environment that does not know genpool; `argv` names its program."""
+    return Command(argv, folder=PEERS, variables={"PYTHONPATH": str(ROOT), **(variables or {})})
 
 
 class Worker:

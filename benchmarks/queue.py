@@ -28,12 +28,11 @@ from functools import partial
 
 from benchmarks import report
 from benchmarks.peer_environments import environment
-from benchmarks.processes import START_S, Command, Dialogue, Worker, module, state_server, wait_for
+from benchmarks.processes import START_S, Command, Dialogue, Worker, module, peer, state_server, wait_for
 from pool.store.connection import Client, connect
 from pool.store.keys import ModelKeys
 from tasks.urls import celery_form
 
-PEERS = Path(__file__).resolve().parent / "peers"
 WARM_UP = 20
 #: Within this every job of a phase has its result, or the benchmark fails.
 PHASE_S = 300.0
@@ -208,7 +207,7 @@ def _peer(
 
     def command(argv: list[str], url: str) -> Command:
         broker, results = urls(url) if urls else (f"{url}?db=0", f"{url}?db={RESULTS_DB}")
-        return Command(argv, folder=PEERS, variables={"BENCH_BROKER": broker, "BENCH_RESULTS": results})
+        return peer(argv, variables={"BENCH_BROKER": broker, "BENCH_RESULTS": results})
 
     return Contestant(
         worker=lambda url, _: command([str(programs / arguments[0]), *arguments[1:]], url),
@@ -238,7 +237,7 @@ def contestants(inflight: int, wanted: tuple[str, ...]) -> dict[str, Contestant]
     found = {
         "genpool": _genpool(_genpool_worker, inflight),
         "minimal loop": _genpool(_minimal_worker, inflight),
-        **{name: peer for kind in ("celery", *_OTHER_WORKERS) for name, peer in _peers(kind, wanted).items()},
+        **{name: each for kind in ("celery", *_OTHER_WORKERS) for name, each in _peers(kind, wanted).items()},
     }
     return {name: each for name, each in found.items() if name.startswith(wanted)}
 

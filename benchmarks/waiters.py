@@ -36,12 +36,11 @@ from functools import partial
 
 from benchmarks import report
 from benchmarks.peer_environments import environment
-from benchmarks.processes import START_S, Command, Dialogue, Worker, module, state_server, wait_for
+from benchmarks.processes import START_S, Command, Dialogue, Worker, module, peer, state_server, wait_for
 from benchmarks.waiting_client import HOST
 from pool.store.connection import Client, connect
 from pool.store.keys import ModelKeys
 
-PEERS = Path(__file__).resolve().parent / "peers"
 MODEL = "waiting"
 WARM_UP = 20
 #: Names of connections to the state server that are not the API's.
@@ -264,10 +263,10 @@ def plain(programs: Path) -> Contestant:
         options = ("-k", "gthread", "--threads", str(size.threads), "-b", f"{HOST}:{port}", "--no-control-socket")
         limits = ("--worker-connections", str(size.threads + 512))
         argv = [str(programs / "gunicorn"), *options, *limits, "plain_waits:app"]
-        return Command(argv, folder=PEERS, variables={"BENCH_STATE": url})
+        return peer(argv, variables={"BENCH_STATE": url})
 
     def worker(url: str, size: Size) -> Command:
-        return Command([str(programs / "python"), "plain_waits.py", url, MODEL, str(size.rate)], folder=PEERS)
+        return peer([str(programs / "python"), "plain_waits.py", url, MODEL, str(size.rate)])
 
     return Contestant(api=api, worker=worker, queued=lambda client: int(client.llen("queue")))
 

@@ -72,7 +72,7 @@ class ContextTooLong(InvalidRequest):
 class UnknownModel(Refused):
     """No enabled catalogue entry carries this name."""
 
-    code = "unknown_model"
+    code = "model_not_found"
 
 
 class QueueFull(Refused):

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from pool.errors import InvalidRequest
 
+MAX_MODEL_CHARS = 64
 MAX_TOKENS_LIMIT = 2**20
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 4
@@ -110,7 +111,7 @@ class GenerationOptions(Strict):
 class GenerationRequest(GenerationOptions):
     """What is to be generated."""
 
-    model: str = Field(min_length=1, max_length=64)
+    model: str = Field(min_length=1, max_length=MAX_MODEL_CHARS)
     prompt: Prompt
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
 

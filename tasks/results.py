@@ -1,4 +1,5 @@
-"""Celery results of generations: what `AsyncResult(id).get()` returns, written with Celery's own backend."""
+"""Celery results of generations: what `AsyncResult(id).get()` returns, written with Celery's own backend, and forgotten
+with a job that is deleted."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from celery.exceptions import TaskRevokedError
 
 from pool.errors import GenerationFailed
 from pool.rules import jobs
-from pool.store.outbox import Outbox
+from pool.store.outbox import Erased, Outbox
 from pool.store.records import JobRecord
 from tasks.services import Services
 
@@ -51,8 +52,13 @@ def outbox_chore(app: Celery, services: Services, models: Sequence[str]) -> Call
 
     def chore() -> None:
         for outbox in outboxes:
-            for record in outbox.pending():
-                store_result(app, record)
-                outbox.written(record.ref.token)
+            for job in outbox.pending():
+                if isinstance(job, Erased):
+                    app.backend.forget(job.task_id)
+                    outbox.forgotten(job)
+                    continue
+                store_result(app, job)
+                if not outbox.written(job.ref):
+                    app.backend.forget(job.task_id)
 
     return chore

@@ -11,7 +11,7 @@ from pool.store.connection import Client, connect
 from pool.store.server import StateServer
 
 #: Keys that live as long as a model does; all others must carry a TTL or be gone when a test ends.
-LASTING = (":queue", ":card", ":sweep")
+LASTING = (":queue", ":card", ":sweep", ":tally", ":totals")
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,8 @@ def descendants(pid: int) -> dict[int, str]:
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue  # it ended while we looked
-    below, found = {pid}, {}
+    below = {pid}
+    found: dict[int, str] = {}
     while below:
         below = {child for child, parent in parents.items() if parent in below}
         found |= {child: _command_line(child) for child in below}

@@ -15,7 +15,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import httpx
@@ -80,7 +82,7 @@ class Part:
         assert self.process is not None, f"{self.name} was not started"
         return self.process.pid
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: Signals) -> None:
         """To the process itself."""
         if self.alive:
             os.kill(self.pid, number)
@@ -122,7 +124,7 @@ class Part:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(10)
 
-    def _signal_group(self, number: signal.Signals) -> None:
+    def _signal_group(self, number: Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
@@ -390,12 +392,8 @@ class System:
         with self.client() as client:
             for model in self._models:
                 keys = self.keys(model)
-                for name, length in {keys.index: "zcard", keys.leases: "zcard", keys.timers: "zcard"}.items():
-                    wait_until(
-                        lambda name=name, length=length: getattr(client, length)(name) == 0,
-                        description=f"{name} to be empty",
-                        timeout_s=timeout_s,
-                    )
+                for name in (keys.index, keys.leases, keys.timers):
+                    wait_until(partial(_is_empty, client, name), description=f"{name} to be empty", timeout_s=timeout_s)
                 assert client.xlen(keys.queue) == 0
                 if client.exists(keys.queue):
                     assert all(group["pending"] == 0 for group in client.xinfo_groups(keys.queue))
@@ -418,3 +416,7 @@ class System:
         self.assert_at_rest()
         with self.client() as client:
             assert client.xlen(self.keys().dead) == dead
+
+
+def _is_empty(client: Client, sorted_set: str) -> bool:
+    return not client.zcard(sorted_set)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from flask import Flask
 
 from tasks.api_keys import KeyRing
@@ -11,13 +13,13 @@ from webapp.errors import register_errors
 from webapp.metrics import register_metrics
 from webapp.node import EXTENSION, make_node
 from webapp.request_ids import register_request_ids
-from webapp.routes import chat, health, models, responses
+from webapp.routes import chat, completions, docs, health, models, responses
 
 
 def create_app(settings: Settings | None = None) -> Flask:
     """The HTTP API over `settings` (None: the process's own). Starts no thread and opens no connection: that comes with
     the first request, after any fork. Raises ConfigurationError."""
-    app = Flask("genpool", static_folder=None)
+    app = Flask("genpool", static_folder=None, template_folder=str(Path(__file__).with_name("templates")))
     app.url_map.merge_slashes = False
     settings = settings if settings is not None else load_settings()
     ring = KeyRing(settings)
@@ -27,6 +29,6 @@ def create_app(settings: Settings | None = None) -> Flask:
     register_errors(app)
     register_metrics(app, node)
     register_auth(app, ring, pending_per_key=settings.limits.pending_per_key)
-    for module in (responses, chat, models, health):
+    for module in (responses, chat, completions, models, health, docs):
         app.register_blueprint(module.blueprint)
     return app

@@ -1,71 +1,76 @@
-"""/metrics: HTTP figures of all API processes, and the queues' depth as the state server knows it.
+"""/metrics: HTTP figures of all API processes, and what the state server knows (`webapp.state_metrics`).
 
 The exporter counts requests; under gunicorn its values live in files of PROMETHEUS_MULTIPROC_DIR, which every process
 can sum up. Its own endpoint builds a fresh registry for each scrape, in which a collector of ours would be missing, so
 the view is ours.
 
-Labels are bounded: routes are the rules of the URL map (anything else is `other`), methods the known ones, models those
-of the catalogue. A stream counts when it begins: its duration is the time to the first byte.
+Labels are bounded: routes are the rules of the URL map (anything else is `other`), methods the served ones, models
+those of the catalogue. Requests that are refused are counted by method and status, and not timed: a histogram for each
+way to be wrong would be dozens of series for any curious caller. A stream counts when it begins: its duration is the
+time to the first byte.
 """
 
 from __future__ import annotations
 
+import http
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flask import Flask, Request, Response
+from flask import Flask, Request, Response, request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_flask_exporter import PrometheusMetrics
 from prometheus_flask_exporter.multiprocess import GunicornInternalPrometheusMetrics
 
-from pool.errors import StateUnavailable
-from pool.store.depth import depths
 from webapp.node import Node
+from webapp.state_metrics import StateCollector
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
-#: The library's collector has no types.
-_sum_up: Any = MultiProcessCollector
+#: The library's function has no types: metrics from the files of several processes.
+_sum_up: Any = MultiProcessCollector.merge
 
-METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
+METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
+#: Upper bounds of the durations, in seconds.
+BUCKETS = (0.01, 0.1, 0.5, 1, 5, 10, 60, 600)
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 
-def route(request: Request) -> str:
+def route(asked: Request) -> str:
     """The URL rule that matched, as a label."""
-    return str(request.url_rule) if request.url_rule is not None else "other"
+    return str(asked.url_rule) if asked.url_rule is not None else "other"
 
 
-class QueueCollector(Collector):
-    """Gauges read from the state server at scrape time."""
+class ProcessesCollector(Collector):
+    """The figures of all API processes, those that have died included."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def collect(self) -> Iterable[Metric]:
+        """The library's own collector fails on the file of a process that is just starting: it is empty for a moment.
+        Gauges of single processes are left out; they would be new series with every process."""
+        files = [
+            str(path)
+            for path in Path(os.environ[MULTIPROCESS_VARIABLE]).glob("*.db")
+            if not path.name.startswith("gauge_all_") and not _is_empty(path)
+        ]
+        found: Iterable[Metric] = _sum_up(files, accumulate=True)
+        return found
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        """Depth of each model; without a state server only that it is away."""
-        up = GaugeMetricFamily("genpool_state_up", "Whether the state server answered this scrape.")
-        queued = GaugeMetricFamily("genpool_jobs_queued", "Jobs waiting for a worker.", labels=["model"])
-        running = GaugeMetricFamily("genpool_jobs_running", "Jobs begun by a worker.", labels=["model"])
-        try:
-            found = depths(self._node.services.client, self._node.services.submitter.models())
-        except StateUnavailable:
-            up.add_metric([], 0)
-            return [up]
-        up.add_metric([], 1)
-        for model, depth in found.items():
-            queued.add_metric([model], depth.queued)
-            running.add_metric([model], depth.running)
-        return [up, queued, running]
+
+def _is_empty(path: Path) -> bool:
+    """Whether nothing is in the file, or it has gone."""
+    try:
+        return path.stat().st_size == 0
+    except FileNotFoundError:
+        return True
 
 
 class KnownMethods:
-    """WSGI middleware: a method that HTTP does not know becomes OTHER, so that callers cannot invent label values."""
+    """WSGI middleware: a method that nothing here serves becomes OTHER, so that callers cannot invent label values."""
 
     def __init__(self, app: WSGIApplication) -> None:
         self._app = app
@@ -83,17 +88,32 @@ def register_metrics(app: Flask, node: Node) -> None:
     shared = MULTIPROCESS_VARIABLE in os.environ
     exporter = GunicornInternalPrometheusMetrics if shared else PrometheusMetrics
     exporter(
-        None, path=None, registry=registry, group_by=route, defaults_prefix="genpool", excluded_paths="^/metrics$"
+        None,
+        path=None,
+        registry=registry,
+        group_by=route,
+        buckets=BUCKETS,
+        defaults_prefix="genpool",
+        excluded_paths="^/metrics$",
     ).init_app(app)
-    queues = QueueCollector(node)
+    app.after_request(_leave_untimed)  # runs before the exporter's own
+    state = StateCollector(node)
     node.places.on_change = _gauge("genpool_requests_waiting", "Requests and streams that hold a place.", registry).inc
     node.waits.on_change = _gauge("genpool_waiters", "Waits for news of a job.", registry).inc
 
     @app.get("/metrics")
     def metrics() -> Response:
-        return Response(b"".join(_parts(None if shared else registry, queues)), content_type=CONTENT_TYPE_LATEST)
+        return Response(b"".join(_parts(None if shared else registry, state)), content_type=CONTENT_TYPE_LATEST)
 
     app.wsgi_app = KnownMethods(app.wsgi_app)  # type: ignore[method-assign]  # Flask's documented way
+
+
+def _leave_untimed(response: Response) -> Response:
+    """Take the beginning away from what is only counted; the exporter then has nothing to time."""
+    refused = response.status_code >= http.HTTPStatus.BAD_REQUEST
+    if (refused or request.method == "OPTIONS") and hasattr(request, "prom_start_time"):
+        del request.prom_start_time
+    return response
 
 
 def _gauge(name: str, text: str, registry: CollectorRegistry) -> Gauge:
@@ -101,12 +121,12 @@ def _gauge(name: str, text: str, registry: CollectorRegistry) -> Gauge:
     return Gauge(name, text, registry=registry, multiprocess_mode="livesum")
 
 
-def _parts(own: CollectorRegistry | None, queues: QueueCollector) -> Iterator[bytes]:
-    """The HTTP figures (of this process alone, or summed up from all), then the queues'."""
+def _parts(own: CollectorRegistry | None, state: StateCollector) -> Iterator[bytes]:
+    """The HTTP figures (of this process alone, or summed up from all), then the state server's."""
     if own is None:
         own = CollectorRegistry()
-        _sum_up(own)
+        own.register(ProcessesCollector())
     yield generate_latest(own)
     live = CollectorRegistry()
-    live.register(queues)
+    live.register(state)
     yield generate_latest(live)

@@ -11,12 +11,26 @@ from pool.store.records import JobRecord
 from webapp.errors import ClientGone, StillRunning
 from webapp.node import Node
 from webapp.sockets import client_gone
+from webapp.submitting import Order, submit_and_wait
 from webapp.waits import Waiter
 
 #: How often a wait looks at its client's connection and at whether the process is to end.
 TICK_S = 1.0
 #: A stopping process answers its synchronous requests after this long; see `webapp.gunicorn_conf`.
 STOP_GRACE_S = 2.0
+
+
+def generate(node: Node, order: Order, sock: socket.socket | None) -> tuple[JobRecord, tuple[LogEntry, ...]]:
+    """Store a job and wait for its end, in one of the node's places; the terminal record and the whole log.
+
+    Raises TooManyWaiting, and what `submit_and_wait` and `wait_for_end` raise.
+    """
+    with node.places.held():
+        waiter, view = submit_and_wait(node, order, follows=False)
+        try:
+            return wait_for_end(node, waiter, view, sock, cancels=order.cancels)
+        finally:
+            waiter.close()
 
 
 def wait_for_end(

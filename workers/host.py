@@ -23,7 +23,7 @@ from tasks.results import outbox_chore
 from tasks.services import Services
 from workers.rank import Rank
 from workers.trials import TrialGate
-from workers.visible import Visible
+from workers.visible import Visible, given_up_chore
 
 log = logging.getLogger("genpool.host")
 
@@ -45,7 +45,11 @@ class Host:
         self._visible = Visible(worker)
         # Disabled ones too: what they hold must end.
         models = list(services.settings.models)
-        self._maintenance = Maintenance(services.sweeper, models, chores=[outbox_chore(worker.app, services, models)])
+        chores = [
+            outbox_chore(worker.app, services, models),
+            given_up_chore(self._visible, services.client, models),
+        ]
+        self._maintenance = Maintenance(services.sweeper, models, chores=chores)
         self._stopping = threading.Event()
         self._stop_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="genpool-host", daemon=True)

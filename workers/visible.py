@@ -10,13 +10,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from celery.worker import state as celery_state
 from kombu.exceptions import OperationalError
 
 from pool.rules import jobs
+from pool.store.connection import Client
+from pool.store.dead_letters import DeadLetters
 from pool.store.handouts import Ending, Handout
 from tasks import names
 
@@ -24,6 +26,8 @@ log = logging.getLogger("genpool.events")
 
 FLUSH_S = 0.1
 BACKLOG_EVENTS = 10_000
+#: How old dead letters may be that a worker tells of when it begins.
+LETTERS_BEFORE_MS = 60_000
 
 
 class GenerationRequestStub:
@@ -95,12 +99,12 @@ class Visible:
         self._stubs[handout.lease.token] = stub
         celery_state.task_reserved(stub)
         celery_state.task_accepted(stub)
-        if self._enabled():
+        if self.enabled():
             queue = {"queue": model, "routing_key": model, "exchange": ""}
             called = {"name": stub.name, "args": "()", "kwargs": "{}", "retries": handout.lease.attempt - 1}
-            self._send("task-sent", stub, timestamp=handout.created_ms / 1000, **called, **queue)
-            self._send("task-received", stub, **called, eta=None, expires=None)
-            self._send("task-started", stub)
+            self._send("task-sent", stub.id, timestamp=handout.created_ms / 1000, **called, **queue)
+            self._send("task-received", stub.id, **called, eta=None, expires=None)
+            self._send("task-started", stub.id)
 
     def left(self, handout: Handout, state: str, ending: Ending | None) -> None:
         """It has ended here (`ending`), was cancelled, or went back to the queue."""
@@ -108,29 +112,43 @@ class Visible:
         if stub is None:
             return
         celery_state.task_ready(stub)
-        if not self._enabled():
+        if not self.enabled():
             return
-        runtime_s = time.time() - stub.time_start
         if ending is None:
-            if state == jobs.CANCELLED:
-                self._send("task-revoked", stub, terminated=True, signum=None, expired=False)
-            else:
-                self._send("task-retried", stub, exception=f"WorkerLost('{state}')", traceback="")
+            self._ended_elsewhere(stub, state)
         elif ending.state == jobs.FAILED:
-            self._send("task-failed", stub, exception=f"GenerationFailed('{ending.error_code}')", traceback="")
+            self._failed(stub.id, ending.error_code)
         else:
             tokens = sum(output.tokens for output in ending.outputs)
-            self._send("task-succeeded", stub, runtime=runtime_s, result=f"'{ending.state}, {tokens} tokens'")
+            runtime_s = time.time() - stub.time_start
+            self._send("task-succeeded", stub.id, runtime=runtime_s, result=f"'{ending.state}, {tokens} tokens'")
 
-    def _enabled(self) -> bool:
-        dispatcher = getattr(self._worker.consumer, "event_dispatcher", None)
+    def _ended_elsewhere(self, stub: GenerationRequestStub, state: str) -> None:
+        """Ended by a caller or a time limit, or taken away; of an end that another worker wrote, that one tells."""
+        if state == jobs.CANCELLED:
+            self._send("task-revoked", stub.id, terminated=True, signum=None, expired=False)
+        elif state == jobs.FAILED:
+            self._failed(stub.id, state)
+        elif not jobs.is_terminal(state):
+            self._send("task-retried", stub.id, exception=f"WorkerLost('{state}')", traceback="")
+
+    def given_up(self, task_id: str, code: str) -> None:
+        """A job has failed after its workers were lost; it was whoever swept that ended it, which is no worker's."""
+        self._failed(task_id, code)
+
+    def _failed(self, task_id: str, code: str) -> None:
+        self._send("task-failed", task_id, exception=f"GenerationFailed('{code}')", traceback="")
+
+    def enabled(self) -> bool:
+        """Whether anybody wants events."""
+        dispatcher = getattr(getattr(self._worker, "consumer", None), "event_dispatcher", None)
         return bool(
             dispatcher is not None and dispatcher.enabled and (not dispatcher.groups or "task" in dispatcher.groups)
         )
 
-    def _send(self, kind: str, stub: GenerationRequestStub, **fields: Any) -> None:
+    def _send(self, kind: str, task_id: str, **fields: Any) -> None:
         fields.setdefault("timestamp", time.time())
-        self._events.append((kind, {"uuid": stub.id, **fields}))
+        self._events.append((kind, {"uuid": task_id, **fields}))
         if not self._wake.is_set():
             self._wake.set()
 
@@ -156,3 +174,23 @@ class Visible:
                 dispatcher.flush()
         except (OperationalError, OSError) as error:
             log.warning("task events dropped: %s", type(error).__name__)
+
+
+def given_up_chore(visible: Visible, client: Client, models: Sequence[str]) -> Callable[[], None]:
+    """A maintenance chore that tells of dead letters. Every worker tells of each, so none depends on one that dies; a
+    monitor that hears it twice has learned nothing new. Letters of the minute before this worker began count too: with
+    the last worker of a model lost, it may be the first to tell."""
+    last: dict[str, str] = {}
+
+    def chore() -> None:
+        if not visible.enabled():
+            return
+        for model in models:
+            letters = DeadLetters(client, model)
+            if model not in last:
+                last[model] = letters.entry_ago(LETTERS_BEFORE_MS)
+            for entry, task_id, code in letters.after(last[model]):
+                visible.given_up(task_id, code)
+                last[model] = entry
+
+    return chore

@@ -28,6 +28,7 @@ from tasks.config import model_cache
 from tasks.urls import masked
 
 RANDOM_PREFIX = "random:"
+GGUF_MAGIC = b"GGUF"
 _CHUNK_BYTES = 2**20
 
 
@@ -91,6 +92,22 @@ def cached_path(source: str) -> Path | None:
         return path if path.is_file() and path.stat().st_size == SOURCES[source].size_bytes else None
     path = Path(source).expanduser()
     return path if path.is_file() else None
+
+
+def weights_fault(source: str) -> str | None:
+    """What is wrong with the file of a source, its content included; None: nothing. Fetches nothing."""
+    if source.startswith(RANDOM_PREFIX):
+        return None
+    known = SOURCES.get(source)
+    path = _known_path(source) if known else Path(source).expanduser()
+    if not path.is_file():
+        return f"{path} is not there"
+    if not os.access(path, os.R_OK):
+        return f"{path} cannot be read"
+    if known and not _is_intact(path, known):
+        return f"{path} is damaged: size or SHA-256 differ"
+    with path.open("rb") as file:
+        return None if file.read(len(GGUF_MAGIC)) == GGUF_MAGIC else f"{path} is no GGUF file"
 
 
 def _known_path(name: str) -> Path:

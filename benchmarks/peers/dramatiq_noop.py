@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import dramatiq
-from dialogue import CALL, RESULT, serve
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.results import Results
 from dramatiq.results.backends import RedisBackend
+
+from benchmarks.peers.dialogue import CALL, RESULT, serve
 
 broker = RedisBroker(url=os.environ["BENCH_BROKER"])
 broker.add_middleware(Results(backend=RedisBackend(url=os.environ["BENCH_RESULTS"])))
@@ -16,7 +18,7 @@ dramatiq.set_broker(broker)
 
 
 @dramatiq.actor(store_results=True, queue_name="generations")
-def generate(model: str, prompt: str, max_tokens: int, temperature: float) -> dict[str, object]:  # noqa: ARG001 - does nothing
+def generate(model: str, prompt: str, max_tokens: int, temperature: float) -> dict[str, Any]:  # noqa: ARG001 - does nothing
     """Generate nothing."""
     return RESULT
 

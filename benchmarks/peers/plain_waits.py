@@ -10,18 +10,23 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import redis
-from dialogue import answer_text, serve_endings
 from flask import Flask, Response, jsonify, request
+
+from benchmarks.peers.dialogue import answer_text, serve_endings
 
 QUEUE = "queue"
 TTL_S = 600
 BATCH = 100
 
 app = Flask("plain")
-#: No limit on connections, and no timeout on blocking reads: the library's defaults would end them after 5 s.
-client = redis.Redis.from_url(os.environ.get("BENCH_STATE", "redis://"), socket_timeout=None, max_connections=10_000)
+#: No limit on connections, and no timeout on blocking reads: the library's defaults would end them after 5 s. (Any: the
+#: library's types allow replies that these commands never give.)
+client: Any = redis.Redis.from_url(
+    os.environ.get("BENCH_STATE", "redis://"), socket_timeout=None, max_connections=10_000
+)
 
 
 @app.post("/v1/responses")
@@ -57,7 +62,7 @@ class Worker:
     """Takes jobs off the list, and writes their results where their waiters block."""
 
     def __init__(self, url: str) -> None:
-        self._client = redis.Redis.from_url(url, single_connection_client=True)
+        self._client: Any = redis.Redis.from_url(url, single_connection_client=True)
         self._client.client_setname("bench-worker")
 
     def take(self) -> list[str]:

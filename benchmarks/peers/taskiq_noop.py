@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
-from dialogue import CALL, RESULT, serve
 from taskiq_redis import RedisAsyncResultBackend, RedisStreamBroker
+
+from benchmarks.peers.dialogue import CALL, RESULT, serve
 
 broker = RedisStreamBroker(os.environ["BENCH_BROKER"]).with_result_backend(
     RedisAsyncResultBackend(os.environ["BENCH_RESULTS"])
@@ -17,7 +19,7 @@ POLL_S = 0.001
 
 
 @broker.task(task_name="generate")
-async def generate(model: str, prompt: str, max_tokens: int, temperature: float) -> dict[str, object]:  # noqa: ARG001 - does nothing
+async def generate(model: str, prompt: str, max_tokens: int, temperature: float) -> dict[str, Any]:  # noqa: ARG001 - does nothing
     """Generate nothing."""
     return RESULT
 

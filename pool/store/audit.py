@@ -122,7 +122,7 @@ class Audit:
         for key in self._client.scan_iter(match=self._keys.input("*"), count=BATCH):
             block = key.decode().rpartition(":")[2]
             fields = {name.decode() for name, _ in self._client.hscan_iter(key, count=BATCH)}
-            holders, ttl = fields - {"data", "until_ms"}, self._client.ttl(key)
+            holders, ttl = fields - {"data", "until_ms", "kept"}, self._client.ttl(key)
             for token in holders:
                 if (block, token) not in held:
                     yield Violation("I7", key.decode(), f"job {token}, which has ended, still holds this block")

@@ -65,6 +65,27 @@ class DeadLetters:
                 return
             start = f"({page[-1][0].decode()}"
 
+    def entry_ago(self, ms: int) -> str:
+        """The stream id that stands for this long ago, on the state server's clock."""
+        with state_errors():
+            seconds, micros = self._client.time()
+        return f"{max(seconds * 1000 + micros // 1000 - ms, 0)}-0"
+
+    def after(self, entry: str) -> list[tuple[str, str, str]]:
+        """At most 100 letters behind this stream id, oldest first: their ids, the jobs' Celery ids, and codes. Those
+        whose record has expired are left out."""
+        with state_errors():
+            page = self._client.xrange(self._keys.dead, f"({entry}", "+", count=PAGE)
+            pipe = self._client.pipeline(transaction=False)
+            for _, fields in page:
+                pipe.hget(self._keys.job(fields[b"job"].decode()), "task_id")
+            task_ids = pipe.execute()
+        return [
+            (found.decode(), task_id.decode(), fields[b"code"].decode())
+            for (found, fields), task_id in zip(page, task_ids, strict=True)
+            if task_id is not None
+        ]
+
     def drop(self, letters: Sequence[DeadLetter]) -> int:
         """Remove them; how many were still there."""
         dropped = 0

@@ -5,7 +5,8 @@ from its beginning, so a history that has grown shares all but its last block wi
 is a hash over tenant and content: equal content is one block, and tenants never share any. Blocks are compressed.
 
 An unended job holds its blocks by name (lua/lib/hold.lua); the script that ends it lets them go (lua/lib/inputs.lua).
-A block that nobody holds goes at once, or, when `store` keeps the input, together with the last record that keeps it.
+A block that nobody holds goes at once, or, when `store` keeps the input, together with the last record that keeps it,
+be it that this one expires or that its owner deletes it (lua/lib/kept.lua).
 An ended job has no use for its packed prompt, so that one never stays, and neither does an input with `store: false`.
 """
 

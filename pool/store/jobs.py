@@ -279,7 +279,7 @@ class JobStore:
         """Why there is no record: it expired, or it never was. Raises StateUnavailable."""
         with state_errors():
             tombstone = self._client.get(keys_of(ref).tombstone(ref.token))
-        if tombstone is not None:
+        if tombstone not in (None, b"erased"):
             tenant = tombstone.decode().removeprefix("of:") if tombstone.startswith(b"of:") else None
             return JobExpired("This generation has ended and is no longer stored.", tenant=tenant)
         return JobUnknown(UNKNOWN)

@@ -61,7 +61,8 @@ class ModelKeys:
 
     @cached_property
     def outbox(self) -> str:
-        """ZSET token -> end time (ms): ended jobs whose Celery result is still to be written."""
+        """ZSET token -> end time (ms): ended jobs whose Celery result is still to be written; `erased:TASK`: one of a
+        deleted job, to be forgotten."""
         return self._key("outbox")
 
     @cached_property
@@ -79,6 +80,16 @@ class ModelKeys:
     def dead(self) -> str:
         """STREAM of dead letters: job, code, losses, last rank. Never a prompt. Trimmed to a fixed length."""
         return self._key("dead")
+
+    @cached_property
+    def tally(self) -> str:
+        """LIST of lines `name value ...`: what ended and what was requeued, not yet in the totals."""
+        return self._key("tally")
+
+    @cached_property
+    def totals(self) -> str:
+        """HASH name -> sum over all lines of the tally that ever were."""
+        return self._key("totals")
 
     @cached_property
     def ranks(self) -> str:
@@ -103,8 +114,8 @@ class ModelKeys:
         return self._key(f"log:{token}")
 
     def input(self, block: str) -> str:
-        """HASH: a block of inputs: data, until_ms, and the token of each unended job that holds it. A TTL while no job
-        does."""
+        """HASH: a block of inputs: data, until_ms, kept, and the token of each unended job that holds it. A TTL while
+        no job does."""
         return self._key(f"input:{block}")
 
     def tombstone(self, token: str) -> str:
@@ -122,6 +133,7 @@ class ModelKeys:
             "outbox": self.outbox,
             "timers": self.timers,
             "tombstone": self.tombstone(token),
+            "tally": self.tally,
             "tenants": self.tenants,
             "blocks": [self.input(block) for block in blocks],
         }

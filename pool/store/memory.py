@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from pool.errors import StateUnavailable
 from pool.store.connection import Client, state_errors
@@ -11,6 +12,26 @@ from pool.store.connection import Client, state_errors
 FULL_SHARE = 0.85
 #: How long a measurement is used.
 FRESH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The server's memory; `limit_bytes`: its `maxmemory`, 0 for none."""
+
+    used_bytes: int
+    limit_bytes: int
+
+    @property
+    def share(self) -> float | None:
+        """The part of the limit that is in use; None without a limit."""
+        return self.used_bytes / self.limit_bytes if self.limit_bytes else None
+
+
+def memory_of(client: Client) -> Memory:
+    """Ask the server. Raises StateUnavailable."""
+    with state_errors():
+        found = client.info("memory")
+    return Memory(int(found["used_memory"]), int(found.get("maxmemory", 0)))
 
 
 class MemoryGate:
@@ -28,10 +49,7 @@ class MemoryGate:
         """
         now_s = time.monotonic()
         if now_s - self._measured_s > FRESH_S:
-            with state_errors():
-                memory = self._client.info("memory")
-            limit = int(memory.get("maxmemory", 0))
-            self._share = int(memory["used_memory"]) / limit if limit else 0.0
+            self._share = memory_of(self._client).share or 0.0
             self._measured_s = now_s
         if self._share <= FULL_SHARE:
             return None

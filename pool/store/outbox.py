@@ -1,12 +1,13 @@
-"""Ended jobs whose Celery result is still to be written.
+"""Ended jobs whose Celery result is still to be written, and deleted ones whose result is still to be forgotten.
 
-The result backend may be another server, so a result cannot be part of the script that ends a job. That script puts the
-job here instead, and whoever has written the result takes it out: written at least once, never forgotten.
+The result backend may be another server, so a result cannot be part of the script that ends or deletes a job. That
+script notes it here instead, and whoever has done it takes the note out: done at least once, never forgotten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from pool.store.connection import Client, state_errors
 from pool.store.ids import JobRef
@@ -15,6 +16,15 @@ from pool.store.keys import ModelKeys
 from pool.store.records import JobRecord
 
 BATCH = 100
+
+_ERASED = "erased:"
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """A deleted job, by the id under which Celery knows it."""
+
+    task_id: str
 
 
 class Outbox:
@@ -27,19 +37,30 @@ class Outbox:
         self._shard = shard
         self._keys = ModelKeys(f"{model}:{shard}")
 
-    def pending(self) -> Iterator[JobRecord]:
-        """At most 100 ended jobs, oldest first. Entries whose record has expired are dropped."""
+    def pending(self) -> Iterator[JobRecord | Erased]:
+        """At most 100 ended or deleted jobs, oldest first. Entries whose record has expired are dropped."""
         with state_errors():
-            tokens = [token.decode() for token in self._client.zrange(self._keys.outbox, 0, BATCH - 1)]
-        refs = [JobRef("gen", self._model, self._shard, token) for token in tokens]
+            members = [member.decode() for member in self._client.zrange(self._keys.outbox, 0, BATCH - 1)]
+        refs = [JobRef("gen", self._model, self._shard, member) for member in members if not member.startswith(_ERASED)]
         views = self._store.views([(ref, 0) for ref in refs]) if refs else []
         for ref, view in zip(refs, views, strict=True):
             if view is None:
-                self.written(ref.token)
+                self.written(ref)
             else:
                 yield view.record
+        yield from (Erased(member.removeprefix(_ERASED)) for member in members if member.startswith(_ERASED))
 
-    def written(self, token: str) -> None:
-        """Its result is stored: forget it."""
+    def written(self, ref: JobRef) -> bool:
+        """Its result is stored: take out its note. False when the job was deleted before that, so that the result must
+        be forgotten again."""
+        pipe = self._client.pipeline(transaction=False)
+        pipe.zrem(self._keys.outbox, ref.token)
+        pipe.get(self._keys.tombstone(ref.token))
         with state_errors():
-            self._client.zrem(self._keys.outbox, token)
+            _, remembered = pipe.execute()
+        return bool(remembered != b"erased")
+
+    def forgotten(self, job: Erased) -> None:
+        """Its result is gone: take out its note."""
+        with state_errors():
+            self._client.zrem(self._keys.outbox, f"{_ERASED}{job.task_id}")

@@ -39,6 +39,11 @@ class Rank:
     pid: int
     facts: dict[str, Any]
 
+    @property
+    def slots(self) -> int:
+        """Generations it runs at once; 0 while it loads."""
+        return int(self.facts.get("effective_target_inflight", 0))
+
 
 class RankRegistry:
     """Ranks and card of one model."""

@@ -51,6 +51,7 @@ def rebuild(client: Client, keys: ModelKeys) -> int:
                 index=keys.index,
                 leases=keys.leases,
                 timers=keys.timers,
+                tally=keys.tally,
                 token=token,
             )
             for token in tokens

@@ -6,7 +6,8 @@ are large, `blocks prompt_blocks`: the ids of their blocks (pool/store/inputs.py
 those are. Changing as it runs: `state entry attempt nonce rank tokens begun_tokens started_ms`, `run_left_ms` while it
 waits again, and of lost attempts `losses crashes blamed suspect`. Written with the end: `finished_ms outputs
 prompt_tokens cached_tokens output_tokens engine error_code error_message`; a job with `store: false` then loses its
-prompt and input, and of any job's blocks only those of the input stay listed.
+prompt and input, and of any job's blocks only those of the input stay listed; `kept_ms` is the end under which these
+count the record (lua/lib/kept.lua).
 """
 
 from __future__ import annotations

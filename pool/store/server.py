@@ -154,7 +154,9 @@ class StateServer:
         return [
             *(str(find_binary()), *listen, "--dir", str(self.folder), "--daemonize", "no"),
             *("--appendonly", "yes", "--appendfsync", "always" if self._syncs_itself else "no", "--save", ""),
-            *("--maxmemory-policy", "noeviction", "--loglevel", self._loglevel, *self._extra_args),
+            # A slow command would be kept with its arguments, and so a prompt that nothing else remembers any more.
+            *("--slowlog-max-len", "0", "--maxmemory-policy", "noeviction", "--loglevel", self._loglevel),
+            *self._extra_args,
         ]
 
     @property

@@ -1,13 +1,19 @@
-"""What the store still knows of an ended job's request: enough to ask for the same again, as a new job."""
+"""Ended jobs as their owners see them: what is still known of the request, enough to ask for the same again as a new
+job; and their removal before their time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from pool.errors import JobNotCancellable
 from pool.store.connection import Client, state_errors
 from pool.store.ids import JobRef
 from pool.store.inputs import read_input
+from pool.store.jobs import JobStore
 from pool.store.keys import keys_of
+from pool.store.scripts import Command, run, script
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +64,45 @@ def stored_job(client: Client, ref: JobRef) -> StoredJob | None:
         run_timeout_ms=int(stored["run_timeout_ms"]),
         tombstone_ms=int(stored["tombstone_ms"]),
     )
+
+
+def erase(client: Client, store: JobStore, ref: JobRef) -> None:
+    """Remove a job's record, log and input, and in time its Celery result; one that has not ended is cancelled first.
+    Repeated, it finds nothing.
+
+    Raises JobUnknown and StateUnavailable.
+    """
+    with state_errors():
+        code, *rest = run(client, _erase_command(ref))
+        if code == b"live":
+            with suppress(JobNotCancellable):
+                store.cancel(ref)
+            code, *rest = run(client, _erase_command(ref))
+        if code == b"blocks":
+            code, *_ = run(client, _erase_command(ref, rest[0].decode().split()))
+    if code == b"gone":
+        raise store.absence(ref)
+
+
+def _erase_command(ref: JobRef, blocks: Sequence[str] = ()) -> Command:
+    keys = keys_of(ref)
+    return script("erase")(
+        job=keys.job(ref.token),
+        log=keys.log(ref.token),
+        outbox=keys.outbox,
+        tombstone=keys.tombstone(ref.token),
+        blocks=[keys.input(block) for block in blocks],
+    )
+
+
+def ahead(client: Client, ref: JobRef, created_ms: int) -> int:
+    """How many jobs of the model were there before a queued one and still wait. A job that has gone back to the queue
+    counts by when it was first accepted. Raises StateUnavailable."""
+    keys = keys_of(ref)
+    pipe = client.pipeline(transaction=False)
+    # Further choices of a job have the time 0.
+    pipe.zcount(keys.index, 1, f"({created_ms}")
+    pipe.zcard(keys.leases)
+    with state_errors():
+        before, running = map(int, pipe.execute())
+    return max(0, before - running)

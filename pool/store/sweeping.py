@@ -13,6 +13,7 @@ from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
 from pool.store.rebuilding import rebuild
 from pool.store.scripts import Command, run_many, script
+from pool.store.totals import ADD_UP_FROM, add_up
 
 DEAD_LETTERS_KEPT = 10_000
 #: Timers looked at in one sweep.
@@ -53,8 +54,11 @@ class Sweeper:
         )
         # One trip: every process does this a few times a second for each model, for ever.
         looks: list[Command] = [command, ["TIME"], ["ZRANGE", keys.timers, 0, TIMERS - 1, "WITHSCORES"]]
+        looks.append(["LLEN", keys.tally])
         with state_errors():
-            (code, *found), clock, timers = run_many(self._client, looks)
+            (code, *found), clock, timers, tallied = run_many(self._client, looks)
+            if tallied >= ADD_UP_FROM:
+                add_up(self._client, keys)
             due = _due(clock, timers)
             if code == b"hold":
                 return Swept(held=True, expired=self._expire(keys, due))
@@ -121,6 +125,7 @@ class Sweeper:
                     queue=keys.queue,
                     leases=keys.leases,
                     timers=keys.timers,
+                    tally=keys.tally,
                     token=token,
                     entry=entry,
                     idle=self._lease_ms,

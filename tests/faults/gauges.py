@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from tests.system import Part, System
+import json
+import socket
+
+from tests.system import SCRIPTED, Part, System
+
+
+def samples(system: System, api: Part | None = None) -> dict[str, float]:
+    """Every sample of a scrape of a node, by its name with its labels."""
+    text = system.http.get(f"{system.api_url(api or system.apis[0])}/metrics").text
+    pairs = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}
 
 
 def gauge(system: System, name: str, api: Part | None = None) -> float:
     """A gauge of a node, summed over its labels."""
-    text = system.http.get(f"{system.api_url(api or system.apis[0])}/metrics").text
-    samples = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
-    found = [float(value) for series, value in samples if series.partition("{")[0] == name]
+    found = [value for series, value in samples(system, api).items() if series.partition("{")[0] == name]
     assert found, f"{name} is not in /metrics"
     return sum(found)
+
+
+def ask(system: System, **body: object) -> socket.socket:
+    """Send a request for a response to a node and do not wait for its answer."""
+    port = int(system.api_url(system.apis[0]).rsplit(":", 1)[1])
+    payload = json.dumps({"model": SCRIPTED, **body}).encode()
+    head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
+    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+    connection.sendall(f"{head}\r\n\r\n".encode() + payload)
+    return connection
 
 
 def api_waits(system: System, api: Part | None = None) -> tuple[float, float]:

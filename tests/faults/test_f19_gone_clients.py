@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 
 from pool.rules import jobs
 from tests.faults.conftest import StartSystem
-from tests.faults.gauges import api_waits, engine_sessions
-from tests.system import SCRIPTED, System
+from tests.faults.gauges import api_waits, ask, engine_sessions
+from tests.system import SCRIPTED
 from tests.waiting import wait_until
 
 PLACES = 5
@@ -17,16 +16,6 @@ STOPS_WITHIN_S = 2.0
 LONG = "repeat 400 x"
 #: Enough tokens for seconds of prefill, at 16 a step.
 PREFILL = "." * 4000 + "|" + LONG
-
-
-def ask(system: System, **body: object) -> socket.socket:
-    """Send a request and do not wait for its answer."""
-    port = int(system.api_url(system.apis[0]).rsplit(":", 1)[1])
-    payload = json.dumps({"model": SCRIPTED, **body}).encode()
-    head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
-    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
-    connection.sendall(f"{head}\r\n\r\n".encode() + payload)
-    return connection
 
 
 def test_f19_only_those_who_wait_keep_their_job(start_system: StartSystem) -> None:

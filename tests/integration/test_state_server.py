@@ -76,13 +76,17 @@ def test_nothing_it_confirmed_waits_in_its_memory(tmp_path: Path) -> None:
 
 def test_a_server_on_a_held_folder_is_synced_by_its_holder(tmp_path: Path) -> None:
     """While the folder is held, what the server appends reaches the disk; a server that syncs itself is left alone."""
-    for appendfsync, wanted in (("everysec", True), ("always", False)):
+
+    def syncers() -> int:
+        return [thread.name for thread in threading.enumerate()].count("genpool-log-sync")
+
+    others = syncers()
+    for appendfsync, wanted in (("everysec", 1), ("always", 0)):
         folder = tmp_path / appendfsync
         with StateServer(folder, appendfsync=appendfsync) as server, client_of(server) as client:
-            names = [thread.name for thread in threading.enumerate()]
-            assert ("genpool-log-sync" in names) is wanted
+            assert syncers() - others == wanted
             client.set("key", "value")
-        assert "genpool-log-sync" not in [thread.name for thread in threading.enumerate()]
+        assert syncers() == others
 
 
 def test_a_sync_takes_what_has_grown(tmp_path: Path) -> None:
@@ -108,6 +112,14 @@ def test_only_its_user_can_read_it(tmp_path: Path) -> None:
         client.set("key", "value")
         for path in [server.folder, *server.folder.rglob("*")]:
             assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def test_its_slow_log_keeps_no_arguments(tmp_path: Path) -> None:
+    """They may be prompts and texts, which would outlive their jobs there."""
+    with StateServer(tmp_path / "state") as server, client_of(server) as client:
+        client.config_set("slowlog-log-slower-than", 0)
+        client.set("x", "a prompt")
+        assert client.slowlog_get() == []
 
 
 def test_written_data_survives_a_kill(tmp_path: Path) -> None:

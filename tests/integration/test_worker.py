@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
 from celery import Celery
@@ -16,7 +17,10 @@ from celery.worker import state as celery_state
 
 from pool.errors import InvalidRequest
 from pool.store.connection import connect
+from pool.store.ids import new_ref, parse_ref
+from pool.store.keys import ModelKeys
 from pool.store.server import StateServer
+from pool.store.stored_jobs import erase
 from tasks.celery import create_app
 from tasks.client import Client
 from tasks.payloads import Sampling, TextPrompt
@@ -100,6 +104,23 @@ def test_the_task_class_submits_and_answers(app: Celery, jobs: Client) -> None:
     assert told["id"] == result.id
     assert told["outputs"][0]["text"] == jobs.get(result.id).outputs[0].text
     assert told["usage"] == {"input_tokens": 5, "cached_tokens": 0, "output_tokens": 4}
+
+
+def test_the_result_of_a_deleted_job_is_forgotten(app: Celery) -> None:
+    """Its text is nowhere any more, the result backend included, whatever id Celery knows it by."""
+    services, call = app.tasks["genpool.generate"].services, {"prompt": "Hello", "max_tokens": 4}
+    direct = app.tasks["genpool.generate"].delay(model="tiny", **call)
+    by_name = app.send_task("genpool.generate", kwargs=call, queue="tiny")
+    for result, ref in (
+        (direct, parse_ref(direct.id)),
+        (by_name, new_ref("celery", "tiny", token=UUID(by_name.id).hex)),
+    ):
+        kept = app.backend.get_key_for_task(result.id)
+        answer(result)
+        assert services.client.exists(kept)
+        erase(services.client, services.store, ref)
+        wait_until(lambda kept=kept: not services.client.exists(kept), description="the result to be forgotten")
+    wait_until(lambda: not services.client.exists(ModelKeys("tiny:0").outbox), description="an empty outbox")
 
 
 def test_a_job_sent_by_name_is_answered_too(app: Celery) -> None:

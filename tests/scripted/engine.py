@@ -3,6 +3,7 @@ last `|` in it (a conversation is written in one line, its messages parted by `|
 
     say TEXT            emit TEXT as byte tokens, one a step, then end
     repeat N TEXT       emit TEXT N times, then end
+    pieces HEX HEX ...  emit these bytes, each group as one token of PIECES, then end
     crash AFTER         emit AFTER filler bytes, then kill the process
     raise AFTER         emit AFTER filler bytes, then raise inside each step that it takes part in
     hang AFTER          emit AFTER filler bytes, then never return from the step
@@ -23,25 +24,30 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.ports import CacheMiss, Capability, Logits, Member, StepLogits, StepResult
-from tasks.vocabulary import Vocabulary
+from tasks.ports import CacheMiss, Logits, Member, StepLogits, StepResult
+from tasks.vocabulary import Vocabulary, byte_alphabet
+from tests.scripted.modelless import Modelless
 from workers.engines.tiny import tiny_vocabulary_data
 
 CONTEXT = 65_536
+#: Tokens of several bytes, which cut characters and words where a vocabulary may.
+PIECES = (
+    *map(bytes.fromhex, ("20f09f", "98b841", "e282", "ac", "f09f", "ff", "f09f87a9", "f09f87aa")),
+    *(b"red ", b"gr", b"ee", b"n sky"),
+)
 FILLER = b"."
 CHAT_TEMPLATE = "{{ messages | map(attribute='content') | join('|') }}{{ '\\n' }}"
 HANG_S = 3600
 
 
-class ScriptedEngine:
+class ScriptedEngine(Modelless):
     """A tasks.ports.Engine whose next token depends on the prompt's script and the number of tokens so far."""
 
-    bytes_per_token = 1
     prefill_grid = 16
 
     def __init__(self, *, delay_ms: float, log_path: Path, context_length: int = CONTEXT) -> None:
         self.context_length = context_length
-        self.vocabulary = Vocabulary(tiny_vocabulary_data().model_copy(update={"chat_template": CHAT_TEMPLATE}))
+        self.vocabulary = scripted_vocabulary()
         tokens = reversed(range(self.vocabulary.size))
         self._token_of = {self.vocabulary.token_bytes(token): token for token in tokens}
         self._delay_s = delay_ms / 1000
@@ -51,19 +57,6 @@ class ScriptedEngine:
     def fingerprint(self) -> str:
         """Every scripted engine gives the same tokens."""
         return "scripted"
-
-    def capability(self) -> Capability:
-        """As many sessions as asked for."""
-        return Capability(
-            max_sessions=4096,
-            max_positions=self.context_length,
-            batch_invariant=True,
-            recompute_exact=True,
-            snapshot=False,
-            prefix_share=False,
-            logprobs=False,
-            seed=True,
-        )
 
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
         """One result a member; faults happen as scripted."""
@@ -92,11 +85,19 @@ class ScriptedEngine:
         at = len(output)
         if verb in (b"crash", b"raise", b"hang", b"quit"):
             return self._fault(verb, at, int(rest), session)
+        if verb == b"pieces":
+            return self._piece(rest.split(), output)
         if verb == b"repeat":
             count, _, piece = rest.partition(b" ")
             rest = piece * int(count)
         self._log.write(f"tok {session} {at} {os.getpid()}\n")
         return self._token_of[rest[at : at + 1]] if at < len(rest) else self.vocabulary.eos_ids[0]
+
+    def _piece(self, pieces: Sequence[bytes], output: bytes) -> int:
+        """The token behind those that make up the output."""
+        wanted = [bytes.fromhex(piece.decode()) for piece in pieces]
+        done = next(count for count in range(len(wanted) + 1) if b"".join(wanted[:count]) == output)
+        return self._token_of[wanted[done]] if done < len(wanted) else self.vocabulary.eos_ids[0]
 
     def _fault(self, verb: bytes, at: int, after: int, session: str) -> int:
         if at < after:
@@ -120,18 +121,23 @@ class ScriptedEngine:
         if self._held.pop((session, epoch), None) is not None:
             self._log.write(f"free {session} {epoch} {os.getpid()}\n")
 
-    def share_prefix(self, source: tuple[str, int], target: tuple[str, int], positions: int) -> bool:  # noqa: ARG002
-        """Unsupported."""
-        return False
-
-    def snapshot(self, session: str, epoch: int) -> bytes | None:  # noqa: ARG002 - the port's signature
-        """Unsupported."""
-        return None
-
-    def restore(self, session: str, epoch: int, blob: bytes) -> bool:  # noqa: ARG002 - the port's signature
-        """Unsupported."""
-        return False
-
     def close(self) -> None:
         """End the log."""
         self._log.close()
+
+
+def scripted_vocabulary() -> Vocabulary:
+    """The tiny one with PIECES as further tokens, which no merge makes: no prompt is cut into them."""
+    data, alphabet = tiny_vocabulary_data(), byte_alphabet()
+    texts = ("".join(alphabet[byte] for byte in piece) for piece in PIECES)
+    # Some of them are tokens already.
+    added = tuple(text for text in texts if text not in data.tokens)
+    return Vocabulary(
+        data.model_copy(
+            update={
+                "tokens": (*data.tokens, *added),
+                "token_types": (*data.token_types, *(1 for _ in added)),
+                "chat_template": CHAT_TEMPLATE,
+            }
+        )
+    )

@@ -212,7 +212,7 @@ def test_a_disabled_models_letters_stay(client: Client, store: JobStore, redis_u
     """Nobody would run the new job."""
     job = buried(client, store, rank_a)
     off = Settings(models={"tiny": ModelSettings(source="random:1", enabled=False)}, state=StateSettings(url=redis_url))
-    assert outcomes(dead_letters.retry(off, [str(job.ref)])) == {str(job.ref): "unknown_model"}
+    assert outcomes(dead_letters.retry(off, [str(job.ref)])) == {str(job.ref): "model_not_found"}
     assert outcomes(dead_letters.drop(off, [str(job.ref)])) == {str(job.ref): ""}
 
 
@@ -225,3 +225,16 @@ def test_many_are_read_and_removed_page_by_page(client: Client, settings: Settin
     assert DeadLetters(client, "tiny").drop(letters) == 250
     assert DeadLetters(client, "tiny").drop(letters) == 0
     assert not client.exists(KEYS.dead)
+
+
+def test_letters_behind_a_moment_are_told_with_celerys_ids(client: Client, store: JobStore, rank_a: Delivery) -> None:
+    """Each once, oldest first; those whose record has gone have no id that anybody could know."""
+    letters = DeadLetters(client, "tiny")
+    before = letters.entry_ago(60_000)
+    jobs = [buried(client, store, rank_a, task_id=f"uuid-{number}") for number in range(3)]
+    client.delete(KEYS.job(jobs[1].ref.token))
+    told = letters.after(before)
+    assert [(task_id, code) for _, task_id, code in told] == [("uuid-0", "poison"), ("uuid-2", "poison")]
+    assert [task_id for _, task_id, _ in letters.after(told[0][0])] == ["uuid-2"]
+    assert letters.after(told[-1][0]) == letters.after(letters.entry_ago(-60_000)) == []
+    letters.drop(list(letters))

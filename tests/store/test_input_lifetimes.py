@@ -17,6 +17,7 @@ from pool.store.inputs import BLOCK_BYTES, INLINE_BYTES, blocks_of, read_input
 from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
 from pool.store.records import NewJob
+from pool.store.stored_jobs import erase
 from tests.builders import completed, new_job, sweeper, swept_steadily
 
 KEYS = ModelKeys("tiny:0")
@@ -67,6 +68,7 @@ class Lives(RuleBasedStateMachine):
         self.client.flushall()
         self.rank.heal()
         self.lives: list[Life] = []
+        self.erased: list[Life] = []
 
     @rule(chars=LENGTHS, ids=LENGTHS, tenant=st.sampled_from("ab"), store=st.booleans(), tokenized=st.booleans())
     def submit(self, chars: int, ids: int, tenant: str, store: bool, tokenized: bool) -> None:
@@ -141,6 +143,16 @@ class Lives(RuleBasedStateMachine):
             assert swept.requeued + swept.poisoned == 1
             life.handout, life.ended = None, swept.poisoned == 1
 
+    @rule(data=st.data())
+    def erase(self, data: st.DataObject) -> None:
+        """The owner deletes a job, ended or not; rather one whose input is kept in blocks."""
+        if self.lives:
+            kept = [life for life in self.lives if life.ended and life.needs()]
+            life = data.draw(st.sampled_from(kept or self.lives))
+            erase(self.client, self.store, life.job.ref)
+            self.lives.remove(life)
+            self.erased.append(life)
+
     def running(self) -> list[Life]:
         """Jobs that a worker has."""
         return [life for life in self.lives if life.handout is not None and not life.ended]
@@ -156,6 +168,7 @@ class Lives(RuleBasedStateMachine):
             if life.ended:
                 kept = life.job.input if life.job.store else None
                 assert read_input(self.client, life.job.ref) == kept
+        assert all(read_input(self.client, life.job.ref) is None for life in self.erased)
         assert Audit(self.client, "tiny").run() == []
 
     def teardown(self) -> None:

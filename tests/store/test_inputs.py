@@ -48,7 +48,7 @@ def ids_of(tenant: str, content: bytes) -> set[str]:
 
 def holders(client: Client, block: str) -> set[str]:
     """The jobs that hold a block."""
-    return {field.decode() for field in client.hkeys(KEYS.input(block))} - {"data", "until_ms"}
+    return {field.decode() for field in client.hkeys(KEYS.input(block))} - {"data", "until_ms", "kept"}
 
 
 def memory(client: Client) -> int:

@@ -57,6 +57,22 @@ def test_stream_gives_roles_pieces_finishes_and_usage(openai: OpenAI, worker: Pl
     assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 6
 
 
+def test_each_chunk_carries_usage_when_asked(openai: OpenAI, worker: PlayingWorker) -> None:
+    """`continuous_usage_stats`, which load generators send: the count so far with each chunk, the total in the last."""
+    with worker.answering("Hel", "", "lo"):
+        chunks = list(
+            openai.chat.completions.create(
+                model=MODEL, messages=HELLO, stream=True,
+                stream_options={"include_usage": True, "continuous_usage_stats": True},
+            )
+        )  # fmt: skip
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert len(counts) == len(chunks)
+    assert counts == [0, 1, 3, 3, 3]
+    prompts = {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage is not None}
+    assert len(prompts) == 1 and prompts != {0}
+
+
 def test_stream_ends_with_done_and_without_usage_unless_asked(raw: httpx.Client, worker: PlayingWorker) -> None:
     """The last line is `data: [DONE]`."""
     with worker.answering("x"):

@@ -39,7 +39,7 @@ BODY = {"model": MODEL, "input": "hi"}
         ("GET", "//v1/models", 404, "unknown_url"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("BREW", "/v1/models", 405, "method_not_allowed"),
-        ("GET", "/v1/models/nope", 404, "unknown_model"),
+        ("GET", "/v1/models/nope", 404, "model_not_found"),
         ("POST", "/v1/responses", 415, "unsupported_media_type"),
     ],
 )

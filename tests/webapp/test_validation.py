@@ -86,7 +86,6 @@ UNSUPPORTED = {
         "tool_choice": "required",
         "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}},
         "top_logprobs": 2,
-        "previous_response_id": "resp_1",
         "conversation": "conv_1",
         "include": ["message.output_text.logprobs"],
         "reasoning": {"effort": "low"},
@@ -273,7 +272,7 @@ def test_required_fields(http: FlaskClient, field: str, value: Any) -> None:
 def test_unknown_models_are_404(http: FlaskClient, model: str) -> None:
     """Only enabled models of the catalogue are served."""
     error = error_of(post(http, RESPONSES, model=model), 404)
-    assert (error["param"], error["code"]) == ("model", "unknown_model")
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
 def prompt_tokens(http: FlaskClient, worker: PlayingWorker, text: str) -> int:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from pool.errors import GenerationFailed, GenpoolError
-from pool.store.jobs import View
 from pool.store.records import JobRecord
-from webapp.errors import error_body, status_of
-from webapp.rendering import sse
+from webapp.rendering.chunks import ChunkStream, usage_of
 
 
 def chat_completion(record: JobRecord) -> dict[str, Any]:
@@ -28,91 +24,25 @@ def chat_completion(record: JobRecord) -> dict[str, Any]:
             }
             for index, output in enumerate(record.outputs)
         ],
-        "usage": chat_usage(record),
+        "usage": usage_of(record),
         "service_tier": "default",
         "system_fingerprint": None,
     }
 
 
-def chat_usage(record: JobRecord) -> dict[str, Any]:
-    """Whole-job totals: completion tokens are summed over the choices."""
-    prompt_tokens, output_tokens = record.prompt_tokens or 0, record.output_tokens or 0
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": output_tokens,
-        "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": record.cached_tokens or 0, "audio_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
-    }
+class ChatStream(ChunkStream):
+    """Chunks of deltas; each choice opens with its role."""
 
+    kind = "chat.completion.chunk"
 
-def failure_of(record: JobRecord) -> GenerationFailed | None:
-    """Why an ended job has no outputs, None when it has."""
-    if record.outputs:
-        return None
-    if record.error_code is not None:
-        return GenerationFailed(record.error_message or "The generation failed.", code=record.error_code)
-    return GenerationFailed("The generation was cancelled.", code="cancelled")
+    def opening(self) -> dict[str, Any]:
+        """The role."""
+        return {"delta": {"role": "assistant", "content": "", "refusal": None}}
 
+    def piece(self, text: str) -> dict[str, Any]:
+        """A delta; an empty one at the finish."""
+        return {"delta": {"content": text} if text else {}}
 
-class ChatStream:
-    """Turns views into chunks: each choice's role, its pieces, its finish; then usage if asked; then `[DONE]`."""
-
-    def __init__(self, record: JobRecord, *, include_usage: bool) -> None:
-        self.ended = False
-        self._record = record
-        self._include_usage = include_usage
-        self._opened = False
-
-    def feed(self, view: View) -> Iterator[str]:
-        """The chunks that follow from a view."""
-        if not self._opened:
-            self._opened = True
-            for index in range(self._record.n):
-                yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
-        for entry in view.entries:
-            if entry.text:
-                yield self._chunk(entry.choice, {"content": entry.text})
-        if view.record.terminal:
-            yield from self._ending(view.record)
-
-    def failure(self, error: GenpoolError) -> Iterator[str]:
-        """In band: the stream cannot go on."""
-        self.ended = True
-        yield sse.message({"error": error_body(error, status_of(error))})
-        yield sse.DONE
-
-    def cut(self) -> Iterator[str]:
-        """The node stops. A chat stream cannot be continued, but its job goes on and can be polled."""
-        message = f"This node is shutting down; the answer can be read at /v1/responses/{self._record.id}."
-        return self.failure(GenpoolError(message, code="node_stopping"))
-
-    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None = None) -> str:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return self._message([choice], None)
-
-    def _message(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:
-        chunk: dict[str, Any] = {
-            "id": self._record.id,
-            "object": "chat.completion.chunk",
-            "created": self._record.created_ms // 1000,
-            "model": self._record.model,
-            "service_tier": "default",
-            "system_fingerprint": None,
-            "choices": choices,
-        }
-        if self._include_usage:
-            chunk["usage"] = usage
-        return sse.message(chunk)
-
-    def _ending(self, record: JobRecord) -> Iterator[str]:
-        failure = failure_of(record)
-        if failure is not None:
-            yield from self.failure(failure)
-            return
-        self.ended = True
-        for index, output in enumerate(record.outputs):
-            yield self._chunk(index, {}, output.finish_reason)
-        if self._include_usage:
-            yield self._message([], chat_usage(record))
-        yield sse.DONE
+    def extras(self) -> dict[str, Any]:
+        """As in the whole answer."""
+        return {"service_tier": "default"}

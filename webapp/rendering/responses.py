@@ -72,7 +72,7 @@ def _response(record: JobRecord, status: str) -> dict[str, Any]:
         "model": record.model,
         "output": [],
         "parallel_tool_calls": params.get("parallel_tool_calls", True),
-        "previous_response_id": None,
+        "previous_response_id": params.get("previous_response_id"),
         "reasoning": {"effort": None, "summary": None},
         "safety_identifier": params.get("safety_identifier"),
         "service_tier": "default",

@@ -1,21 +1,24 @@
-"""/v1/responses: create, read, replay, cancel."""
+"""/v1/responses: create, read, replay, cancel, delete, and what a response was made from."""
 
 from __future__ import annotations
 
 from flask import Blueprint, Response, jsonify, request
 
+from pool.rules import jobs
 from pool.store.jobs import View
 from pool.store.log import texts_of
+from pool.store.stored_jobs import ahead, erase
 from webapp.auth import own_view
 from webapp.bodies import json_object
+from webapp.conversations import conversation, input_items
 from webapp.errors import answer_for
 from webapp.node import Node, current_node
-from webapp.rendering.chat import failure_of
+from webapp.rendering.chunks import failure_of
 from webapp.rendering.responses import ResponsesStream, response_object
-from webapp.schemas.responses import replay_query, responses_request
+from webapp.schemas.responses import items_query, replay_query, responses_request
 from webapp.streams import stream_of
 from webapp.submitting import Order, idempotency_key, submit_and_wait, submit_unwatched
-from webapp.sync import wait_for_end
+from webapp.sync import generate
 
 blueprint = Blueprint("responses", __name__)
 
@@ -26,9 +29,10 @@ def create() -> Response:
     node = current_node()
     body = json_object(request, node.settings.limits.body_bytes)
     asked = responses_request(body)
+    earlier = conversation(node, asked.previous_response_id) if asked.previous_response_id else []
     order = Order(
         door="responses",
-        request=asked.generation(),
+        request=asked.generation(earlier),
         params=asked.params(),
         background=asked.background,
         store=asked.store,
@@ -66,19 +70,31 @@ def cancel(job: str) -> Response:
     return _shown(node.store.view(ref))
 
 
+@blueprint.delete("/v1/responses/<job>")
+def delete(job: str) -> Response:
+    """Forget the response, its events and its input; one that has not ended is cancelled first."""
+    node = current_node()
+    erase(node.services.client, node.store, own_view(node, job).record.ref)
+    return jsonify({"id": job, "object": "response", "deleted": True})
+
+
+@blueprint.get("/v1/responses/<job>/input_items")
+def items(job: str) -> Response:
+    """What the response was made from, page by page."""
+    query, node = items_query(request.args), current_node()
+    return jsonify(input_items(node, own_view(node, job).record, query))
+
+
 def _shown(view: View) -> Response:
-    return jsonify(response_object(view.record, texts_of(view.entries, view.record.n)))
+    record = view.record
+    answer = response_object(record, texts_of(view.entries, record.n))
+    if record.state == jobs.QUEUED:
+        answer["queue_position"] = ahead(current_node().services.client, record.ref, record.created_ms)
+    return jsonify(answer)
 
 
 def _sync(node: Node, order: Order) -> Response:
-    with node.places.held():
-        waiter, view = submit_and_wait(node, order, follows=False)
-        try:
-            record, entries = wait_for_end(
-                node, waiter, view, request.environ.get("gunicorn.socket"), cancels=order.cancels
-            )
-        finally:
-            waiter.close()
+    record, entries = generate(node, order, request.environ.get("gunicorn.socket"))
     failure = failure_of(record)
     if failure is not None and failure.code != "cancelled":
         return answer_for(failure, job=record.id, keyed=order.key is not None).response()

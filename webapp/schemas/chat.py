@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from pool.errors import InvalidRequest
-from tasks.payloads import MAX_CHOICES, ChatPrompt, GenerationRequest, Message
+from tasks.payloads import ChatPrompt, GenerationRequest, Message
+from webapp.schemas.chunked import Chunked, with_stream_options
 from webapp.schemas.dialect import (
     UNSUPPORTED,
-    Generation,
     Neutral,
     Schema,
     Text,
@@ -53,33 +53,19 @@ class ChatMessage(Schema):
         return Message(role=self.role, content=text)
 
 
-class StreamOptions(Schema):
-    """How to stream."""
-
-    include_usage: bool = False
-
-
-class ChatRequest(Generation):
+class ChatRequest(Chunked):
     """The validated body."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
-    stream_options: StreamOptions | None = None
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
     def generation(self) -> GenerationRequest:
         """The request as workers know it. Raises InvalidRequest for fields that contradict each other."""
         limit = self.max_completion_tokens or self.max_tokens
         if self.max_tokens is not None and limit != self.max_tokens:
             raise InvalidRequest("max_tokens and max_completion_tokens differ; send one of them.", param="max_tokens")
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options is only allowed when stream is true.", param="stream_options")
+        self.check_stream_options()
         self.check_min_tokens(limit)
         messages = tuple(message.message() for message in self.messages)
         if not any(message.content for message in messages):
@@ -102,7 +88,8 @@ class ChatRequest(Generation):
         }
 
 
-_UNSUPPORTED: Mapping[str, Neutral] = {
+#: Options of this route that genpool lacks.
+UNSUPPORTED_HERE: Mapping[str, Neutral] = {
     **UNSUPPORTED,
     "logprobs": only(False),
     "response_format": only({"type": "text"}),
@@ -127,18 +114,13 @@ _UNSUPPORTED_IN_MESSAGES: Mapping[str, Neutral] = {
     "function_call": never,
     "tool_call_id": never,
 }
-_UNSUPPORTED_IN_STREAM_OPTIONS: Mapping[str, Neutral] = {
-    "include_obfuscation": only(False),
-    "continuous_usage_stats": only(False),
-}
 _KNOWN = frozenset(ChatRequest.model_fields)
 _KNOWN_IN_MESSAGES = frozenset(ChatMessage.model_fields)
-_KNOWN_IN_STREAM_OPTIONS = frozenset(StreamOptions.model_fields)
 
 
 def chat_request(body: Mapping[str, Any]) -> ChatRequest:
     """The body as a ChatRequest. Raises InvalidRequest."""
-    kept = without_unsupported(body, _KNOWN, _UNSUPPORTED)
+    kept = without_unsupported(body, _KNOWN, UNSUPPORTED_HERE)
     if isinstance(messages := kept.get("messages"), list):
         kept["messages"] = [
             without_unsupported(message, _KNOWN_IN_MESSAGES, _UNSUPPORTED_IN_MESSAGES, f"messages[{index}].")
@@ -146,8 +128,4 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
             else message
             for index, message in enumerate(messages)
         ]
-    if isinstance(options := kept.get("stream_options"), dict):
-        kept["stream_options"] = without_unsupported(
-            options, _KNOWN_IN_STREAM_OPTIONS, _UNSUPPORTED_IN_STREAM_OPTIONS, "stream_options."
-        )
-    return validated(ChatRequest, kept)
+    return validated(ChatRequest, with_stream_options(kept))

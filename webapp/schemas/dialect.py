@@ -10,10 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from pool.errors import InvalidRequest
-from tasks.payloads import MAX_SEED, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOKENS_LIMIT, Sampling, encodable
+from tasks.payloads import (
+    MAX_MODEL_CHARS,
+    MAX_SEED,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TOKENS_LIMIT,
+    Sampling,
+    encodable,
+)
 from webapp.bodies import shown
 
 #: An option genpool lacks: whether a value (never None) asks for nothing.
@@ -39,14 +47,20 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+_STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+
 Text = Annotated[str, AfterValidator(encodable)]
 Identifier = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable), AfterValidator(_printable)]
+ModelName = Annotated[
+    str, Field(min_length=1, max_length=MAX_MODEL_CHARS), AfterValidator(encodable), AfterValidator(_printable)
+]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
 Seconds = Annotated[float, Field(gt=0, le=604_800)]
 Stop = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), AfterValidator(encodable)]],
     Field(max_length=MAX_STOP_STRINGS),
     BeforeValidator(_listed),
+    WithJsonSchema({"anyOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOP_STRINGS}]}),
 ]
 Metadata = Annotated[
     dict[
@@ -60,7 +74,7 @@ Metadata = Annotated[
 class Generation(Schema):
     """Fields of both dialects."""
 
-    model: Identifier
+    model: ModelName
     stream: bool = False
     store: bool = True
     metadata: Metadata = Field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -13,6 +13,7 @@ from webapp.bodies import shown
 from webapp.schemas.dialect import (
     UNSUPPORTED,
     Generation,
+    Identifier,
     Neutral,
     Schema,
     Text,
@@ -69,11 +70,16 @@ class ResponsesRequest(Generation):
     instructions: Text | None = None
     max_output_tokens: Tokens | None = None
     background: bool = False
+    previous_response_id: Identifier | None = None
 
-    def generation(self) -> GenerationRequest:
-        """The request as workers know it. Raises InvalidRequest for fields that contradict each other."""
+    def generation(self, earlier: Sequence[Message] = ()) -> GenerationRequest:
+        """The request as workers know it; `earlier`: the conversation before its input.
+
+        Raises InvalidRequest for fields that contradict each other.
+        """
         self.check_min_tokens(self.max_output_tokens)
         turns = [Message(role="system", content=self.instructions)] if self.instructions else []
+        turns.extend(earlier)
         if isinstance(self.input, str):
             turns.append(Message(role="user", content=self.input))
         else:
@@ -98,6 +104,7 @@ class ResponsesRequest(Generation):
             "top_p": self.top_p,
             "max_output_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "previous_response_id": self.previous_response_id,
         }
 
 
@@ -108,10 +115,10 @@ def _plain_text(value: Any) -> bool:
     return value.get("format") in (None, {"type": "text"}) and value.get("verbosity") in (None, "medium")
 
 
-_UNSUPPORTED: Mapping[str, Neutral] = {
+#: Options of this route that genpool lacks.
+UNSUPPORTED_HERE: Mapping[str, Neutral] = {
     **UNSUPPORTED,
     "text": _plain_text,
-    "previous_response_id": never,
     "conversation": never,
     "include": empty,
     "reasoning": empty,
@@ -140,7 +147,7 @@ _KNOWN_IN_PARTS = frozenset(InputPart.model_fields)
 
 def responses_request(body: Mapping[str, Any]) -> ResponsesRequest:
     """The body as a ResponsesRequest. Raises InvalidRequest."""
-    kept = without_unsupported(body, _KNOWN, _UNSUPPORTED)
+    kept = without_unsupported(body, _KNOWN, UNSUPPORTED_HERE)
     if isinstance(items := kept.get("input"), list):
         kept["input"] = [_item(item, f"input[{index}].") for index, item in enumerate(items)]
     return validated(ResponsesRequest, kept)
@@ -169,6 +176,14 @@ def _typed_only(value: Any) -> Any:
 MAX_SEQUENCE_NUMBER = 2**31 - 1
 
 
+class ReplayQuery(Schema):
+    """The query of GET /v1/responses/{id}."""
+
+    stream: bool = False
+    starting_after: int | None = Field(default=None, ge=0, le=MAX_SEQUENCE_NUMBER)
+    include_obfuscation: Literal[False] = False
+
+
 def replay_query(query: Mapping[str, str]) -> int | None:
     """The query of GET /v1/responses/{id}: None for a poll, else the sequence number after which to replay (-1: all).
 
@@ -194,3 +209,25 @@ def replay_query(query: Mapping[str, str]) -> int | None:
             f"starting_after must be a whole number from 0 to {MAX_SEQUENCE_NUMBER}.", param="starting_after"
         )
     return int(after)
+
+
+MAX_ITEMS = 100
+
+
+class ItemsQuery(Schema):
+    """The query of GET /v1/responses/{id}/input_items."""
+
+    limit: int = Field(default=20, ge=1, le=MAX_ITEMS)
+    order: Literal["asc", "desc"] = "desc"
+    after: Identifier | None = None
+
+
+_KNOWN_IN_ITEMS_QUERY = frozenset(ItemsQuery.model_fields)
+
+
+def items_query(query: Mapping[str, str]) -> ItemsQuery:
+    """The query as an ItemsQuery. Raises InvalidRequest."""
+    given: dict[str, Any] = without_unsupported(query, _KNOWN_IN_ITEMS_QUERY, {"include": never, "include[]": never})
+    if (limit := given.get("limit", "")).isascii() and limit.isdigit() and len(limit) <= len(str(MAX_ITEMS)):
+        given["limit"] = int(limit)
+    return validated(ItemsQuery, given)

@@ -7,11 +7,12 @@
 -- KEY outbox zset
 -- KEY timers zset
 -- KEY tombstone string
+-- KEY tally list
 -- KEY tenants zset
 -- KEYS blocks hash those of its input, in order
 -- ARG token str
 -- ARG ttl ms
--- INCLUDE clock inputs finish
+-- INCLUDE clock kept inputs finish
 -- FLAGS allow-oom
 -- RETURN {"ok", watch, rank} | {"ended", state} | {"gone"} | {"blocks", ids} to be declared
 local seen = redis.call('HMGET', job, unpack(ENDING))
@@ -20,5 +21,5 @@ if seen[1] ~= 'queued' and seen[1] ~= 'running' then return {'ended', seen[1]} e
 local unknown = undeclared(seen[11], blocks)
 if unknown then return unknown end
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
-  timers = timers, tombstone = tombstone, tenants = tenants, blocks = blocks}
+  timers = timers, tombstone = tombstone, tally = tally, tenants = tenants, blocks = blocks}
 return {'ok', finish(keys, token, seen, 'cancelled', ttl, now_ms(), {})}

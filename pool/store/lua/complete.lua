@@ -7,6 +7,7 @@
 -- KEY outbox zset
 -- KEY timers zset
 -- KEY tombstone string
+-- KEY tally list
 -- KEY tenants zset
 -- KEYS blocks hash those of its input, in order
 -- ARG token str
@@ -18,7 +19,7 @@
 -- ARG state str terminal state
 -- ARG ttl ms
 -- ARG fields list name, value ... of the terminal record
--- INCLUDE clock inputs finish
+-- INCLUDE clock kept inputs finish
 -- FLAGS allow-oom
 -- RETURN {"ok", watch} | {"resend", log end} | {"stale", state} | {"gone"}
 local seen = redis.call('HMGET', job, unpack(ENDING))
@@ -34,6 +35,7 @@ for i = 1, #entries, 1000 do
 end
 fields[#fields + 1] = 'tokens'
 fields[#fields + 1] = logged + count
+seen[8] = logged + count
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
-  timers = timers, tombstone = tombstone, tenants = tenants, blocks = blocks}
+  timers = timers, tombstone = tombstone, tally = tally, tenants = tenants, blocks = blocks}
 return {'ok', (finish(keys, token, seen, state, ttl, now_ms(), fields))}

@@ -7,6 +7,7 @@
 -- KEY outbox zset
 -- KEY timers zset
 -- KEY tombstone string
+-- KEY tally list
 -- KEY tenants zset
 -- KEY sweep hash
 -- KEYS blocks hash those of its input, in order
@@ -14,7 +15,7 @@
 -- ARG token str
 -- ARG ttl ms
 -- ARG lease ms
--- INCLUDE clock inputs finish
+-- INCLUDE clock kept inputs finish
 -- FLAGS allow-oom
 -- RETURN {"failed", watch, rank} | {"cancelled", watch, rank} | {"early"} | {"void"}
 --   | {"blocks", ids} to be declared
@@ -41,7 +42,7 @@ if unknown then return unknown end
 redis.call('ZREM', timers, timer)
 if not live then return {'void'} end
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
-  timers = timers, tombstone = tombstone, tenants = tenants, blocks = blocks}
+  timers = timers, tombstone = tombstone, tally = tally, tenants = tenants, blocks = blocks}
 if kind == 'reader' then return {'cancelled', finish(keys, token, seen, 'cancelled', ttl, at_ms, {})} end
 local reasons = {
   queue = {'queue_timeout', 'No worker began it within its queue timeout.'},

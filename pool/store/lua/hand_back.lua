@@ -3,6 +3,7 @@
 -- KEY queue stream
 -- KEY leases zset
 -- KEY timers zset
+-- KEY tally list
 -- ARG token str
 -- ARG attempt str
 -- ARG nonce str
@@ -11,5 +12,5 @@
 -- RETURN {"ok"} | {"stale", state} | {"gone"}
 local refusal = refused(job, attempt, nonce)
 if refusal then return refusal end
-requeue(job, queue, leases, timers, token, now_ms())
+requeue(job, queue, leases, timers, tally, token, 'handed_back', now_ms())
 return {'ok'}

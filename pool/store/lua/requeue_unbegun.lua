@@ -4,6 +4,7 @@
 -- KEY queue stream
 -- KEY leases zset
 -- KEY timers zset
+-- KEY tally list
 -- ARG token str
 -- ARG entry str
 -- ARG idle ms the entry must have been pending untouched
@@ -21,5 +22,5 @@ end
 if redis.call('ZSCORE', leases, token) and (nonce == '' or redis.call('HGET', job, 'nonce') ~= nonce) then
   return {'live'}
 end
-requeue(job, queue, leases, timers, token, now_ms())
+requeue(job, queue, leases, timers, tally, token, 'unbegun', now_ms())
 return {'requeued'}

@@ -9,6 +9,7 @@
 -- KEY outbox zset
 -- KEY timers zset
 -- KEY tombstone string
+-- KEY tally list
 -- KEY tenants zset
 -- KEY sweep hash
 -- KEY dead stream
@@ -17,7 +18,7 @@
 -- ARG cap attempts without a token that may be lost in a row
 -- ARG ttl ms
 -- ARG keep dead letters kept
--- INCLUDE clock requeue inputs finish
+-- INCLUDE clock requeue kept inputs finish
 -- FLAGS allow-oom
 -- RETURN {"requeued", watch, rank} | {"poison", watch, rank} | {"live"} | {"ended"} | {"blocks", ids} to be declared
 local at_ms = now_ms()
@@ -40,12 +41,12 @@ end
 local suspect = crashes > 0 and crashes >= cap - 1 and 1 or 0
 redis.call('HSET', job, 'crashes', crashes, 'blamed', blamed, 'suspect', suspect)
 if not (crashes >= cap and (before[4] == '1' or cap == 1) or losses >= 10 * cap) then
-  requeue(job, queue, leases, timers, token, at_ms)
+  requeue(job, queue, leases, timers, tally, token, 'lost', at_ms)
   return {'requeued', seen[4] or '', seen[5] or ''}
 end
 redis.call('XADD', dead, 'MAXLEN', '~', keep, '*', 'job', token, 'code', 'poison', 'losses', losses, 'rank', seen[5])
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
-  timers = timers, tombstone = tombstone, tenants = tenants, blocks = blocks}
+  timers = timers, tombstone = tombstone, tally = tally, tenants = tenants, blocks = blocks}
 local reason = 'It lost its worker ' .. losses .. ' times; it was not tried again.'
 local values = {'error_code', 'poison', 'error_message', reason}
 return {'poison', finish(keys, token, seen, 'failed', ttl, at_ms, values)}

@@ -2,16 +2,42 @@
 -- `seen` holds the record's fields of ENDING, `values` the terminal ones to write, name by name.
 -- Returns the nodes to wake, and the rank that may still be working on it.
 local ENDING = {'state', 'entry', 'celery', 'watch', 'rank', 'tombstone_ms', 'n', 'tokens', 'attempt', 'nonce',
-  'blocks', 'store', 'tenant'}
+  'blocks', 'store', 'created_ms', 'started_ms', 'prompt_tokens', 'tenant'}
 -- How much longer than the record its log and its input stay: whoever has read the record reads them whole.
 local LINGER_MS = 60000
 
+-- Upper bounds of the histograms of waits and runs; pool/store/totals.py knows them too.
+local BOUNDS_MS = {10, 50, 100, 500, 1000, 5000, 10000, 60000, 300000, 600000, 3600000}
+
+local function within(ms)
+  for _, bound_ms in ipairs(BOUNDS_MS) do
+    if ms <= bound_ms then return bound_ms end
+  end
+  return 'inf'
+end
+
+-- What this end adds to the model's totals, as `name value ...`; one line costs a job less than several counters.
+local function line_of(seen, state, at_ms, values)
+  local line, prompt_tokens = 'ended:' .. state .. ' 1', tonumber(seen[15] or 0)
+  for i = 1, #values, 2 do
+    if values[i] == 'error_code' then line = line .. ' failed:' .. values[i + 1] .. ' 1' end
+    if values[i] == 'prompt_tokens' then prompt_tokens = values[i + 1] end
+  end
+  -- One that never began has cost nothing, and its wait has no end.
+  if not seen[14] then return line end
+  local wait_ms = math.max(seen[14] - seen[13], 0)
+  local run_ms = math.max(at_ms - seen[14], 0)
+  return line .. ' prompt_tokens ' .. prompt_tokens .. ' output_tokens ' .. tonumber(seen[8] or 0)
+    .. ' wait:' .. within(wait_ms) .. ' 1 wait_ms ' .. wait_ms .. ' run:' .. within(run_ms) .. ' 1 run_ms ' .. run_ms
+end
+
 local function finish(keys, token, seen, state, ttl_ms, at_ms, values)
   local _, entry, celery, watch, rank, tombstone_ms, n = unpack(seen)
-  local tenant = seen[13] or ''
+  local tenant = seen[16] or ''
   redis.call('HSET', keys.job, 'state', state, 'finished_ms', at_ms, unpack(values))
   redis.call('XACK', keys.queue, 'workers', entry)
   redis.call('XDEL', keys.queue, entry)
+  redis.call('RPUSH', keys.tally, line_of(seen, state, at_ms, values))
   redis.call('ZREM', keys.index, token)
   redis.call('ZREM', keys.tenants, tenant .. ':' .. token)
   for choice = 1, tonumber(n) - 1 do

@@ -7,7 +7,9 @@ local function hold(token, blocks, data)
   end
   if #missing > 1 then return missing end
   for i, block in ipairs(blocks) do
-    if redis.call('HEXISTS', block, 'data') == 0 then redis.call('HSET', block, 'data', data[i], 'until_ms', 0) end
+    if redis.call('HEXISTS', block, 'data') == 0 then
+      redis.call('HSET', block, 'data', data[i], 'until_ms', 0, 'kept', '')
+    end
     redis.call('HSET', block, token, '')
     redis.call('PERSIST', block)
   end

@@ -14,22 +14,21 @@ end
 -- An ended job lets go of its blocks. Those of its input stay until `until_ms`, a little longer than its record;
 -- 0: they need not.
 local function release(job, token, listed, blocks, until_ms)
-  local of_prompt = tonumber(redis.call('HGET', job, 'prompt_blocks'))
+  local of_prompt, at_ms = tonumber(redis.call('HGET', job, 'prompt_blocks')), now_ms()
+  local end_ms = until_ms > 0 and kept_end(until_ms, at_ms) or 0
   for i, block in ipairs(blocks) do
     local keep_ms = tonumber(redis.call('HGET', block, 'until_ms'))
     if keep_ms then
-      if i > of_prompt and until_ms > keep_ms then
-        keep_ms = until_ms
-        redis.call('HSET', block, 'until_ms', keep_ms)
+      if i > of_prompt and until_ms > 0 then
+        count_kept(block, end_ms, 1, at_ms)
+        keep_ms = math.max(keep_ms, until_ms)
       end
       redis.call('HDEL', block, token)
-      -- Its data and until_ms are what is left when nobody holds it.
-      if redis.call('HLEN', block) == 2 then
-        if keep_ms > 0 then redis.call('PEXPIREAT', block, keep_ms) else redis.call('DEL', block) end
-      end
+      settle(block, keep_ms)
     end
   end
   local ids = {}
   for id in string.gmatch(listed, '%S+') do ids[#ids + 1] = id end
-  redis.call('HSET', job, 'blocks', table.concat(ids, ' ', of_prompt + 1), 'prompt_blocks', 0)
+  local left = table.concat(ids, ' ', of_prompt + 1)
+  redis.call('HSET', job, 'blocks', left, 'prompt_blocks', 0, 'kept_ms', end_ms)
 end

@@ -2,7 +2,9 @@
 -- pending list wakes nobody.
 -- Its run timer pauses while it waits its turn again: begin.lua sets what is left of it. Meanwhile it has its queue
 -- timeout again, or the run time that was left if that is longer, so that it ends though nobody ever begins it.
-local function requeue(job, queue, leases, timers, token, at_ms)
+-- `why` is counted: lost, handed_back, unbegun or rebuilt.
+local function requeue(job, queue, leases, timers, tally, token, why, at_ms)
+  redis.call('RPUSH', tally, 'requeued:' .. why .. ' 1')
   local seen = redis.call('HMGET', job, 'entry', 'queue_timeout_ms')
   redis.call('XACK', queue, 'workers', seen[1])
   redis.call('XDEL', queue, seen[1])

@@ -1,0 +1,198 @@
+"""`genpool doctor`: a sound installation has no finding that failed, and each thing that is wrong is named."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from genpool import cli
+from pool.store.connection import Client, connect
+from pool.store.server import StateServer
+from tasks import doctor
+from tasks.config import Settings, load_configuration
+from tasks.doctor import FAILED, OK, Finding, examine
+from tests.processes import free_port
+from tests.webapp.api_process import ApiProcess
+from tests.webapp.playing_worker import MODEL, PlayingWorker
+from workers.weights import SOURCES, weights_fault
+
+SHIPPED = "smollm2-135m-instruct"
+
+Examine = Callable[[], dict[str, Finding]]
+
+
+@pytest.fixture(autouse=True)
+def private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cache and no state of the user's takes part."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StateServer]:
+    """A state server of this test alone: its configuration is changed."""
+    with StateServer(tmp_path / "server") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: StateServer) -> Iterator[Client]:
+    """Of that server."""
+    client = connect(server.url)
+    yield client
+    client.connection_pool.disconnect()
+
+
+@pytest.fixture
+def settings(server: StateServer, tmp_path: Path) -> Settings:
+    """One enabled model, on that server."""
+    return settings_of(tmp_path, f'[state]\nurl = "{server.url}"\n[server]\nport = {free_port()}\n')
+
+
+def settings_of(folder: Path, toml: str, source: str = "random:1") -> Settings:
+    """Settings of a file; the shipped model is disabled."""
+    path = folder / "genpool.toml"
+    path.write_text(f'{toml}[models.{MODEL}]\nsource = "{source}"\n[models.{SHIPPED}]\nenabled = false\n')
+    return load_configuration(path, environ={}).settings
+
+
+def found(settings: Settings, clock: Callable[[], float] = time.time) -> dict[str, Finding]:
+    """Findings by check; each failure has a remedy, and nothing else has one."""
+    findings = list(examine(settings, weights_fault, clock))
+    assert all(bool(finding.remedy) == (finding.status == FAILED) for finding in findings)
+    return {finding.check: finding for finding in findings}
+
+
+def failed(settings: Settings, clock: Callable[[], float] = time.time) -> set[str]:
+    """The checks that failed."""
+    return {name for name, finding in found(settings, clock).items() if finding.status == FAILED}
+
+
+@pytest.fixture
+def worker(server: StateServer) -> Iterator[PlayingWorker]:
+    """A live rank of the model."""
+    worker = PlayingWorker(server.url)
+    worker.register()
+    yield worker
+    worker.close()
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_sound_installation_has_nothing_to_do(settings: Settings, tmp_path: Path) -> None:
+    """Table and JSON say the same, and the exit code is 0."""
+    findings = found(settings)
+    assert {finding.status for finding in findings.values()} == {OK}
+    assert findings["celery"].detail == importlib.metadata.version("celery")
+    assert findings[f"worker {MODEL}"].detail == "rank-of-the-test"
+    command = ["--config", str(tmp_path / "genpool.toml"), "doctor"]
+    table, as_json = (CliRunner().invoke(cli, [*command, *more]) for more in ([], ["--json"]))
+    assert (table.exit_code, as_json.exit_code) == (0, 0)
+    assert [entry["check"] for entry in json.loads(as_json.output)] == list(findings)
+    assert [line.split("  ")[0] for line in table.output.splitlines()] == ["CHECK", *findings]
+
+
+def test_what_is_wrong_with_the_state_server_is_named(settings: Settings, client: Client) -> None:
+    """Policy, persistence and memory; and that nobody serves the model."""
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    client.config_set("appendonly", "no")
+    client.config_set("maxmemory", int(client.info("memory")["used_memory"] * 1.1))
+    assert failed(settings) == {"state memory policy", "state persistence", "state memory", f"worker {MODEL}"}
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_replica_takes_no_writes(settings: Settings, client: Client) -> None:
+    """It answers, and yet it cannot be used."""
+    client.replicaof("127.0.0.1", free_port())
+    assert failed(settings) == {"state writable"}
+
+
+def test_a_state_server_that_is_away_is_one_failure(tmp_path: Path) -> None:
+    """What depends on it is skipped; the exit code is 1, and the way out is shown."""
+    settings = settings_of(tmp_path, f'[state]\nurl = "unix://{tmp_path}/nobody.sock"\n')
+    assert failed(settings) == {"state server"}
+    assert found(settings)["workers"].status == doctor.SKIPPED
+    done = CliRunner().invoke(cli, ["--config", str(tmp_path / "genpool.toml"), "doctor"])
+    assert done.exit_code == 1
+    assert "state server: Check state.url" in done.output
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize("off_s", [-60.0, 60.0])
+def test_clocks_that_differ_are_named(settings: Settings, off_s: float) -> None:
+    """In either direction."""
+    assert failed(settings, lambda: time.time() + off_s) == {"clock"}
+    detail = found(settings, lambda: time.time() + off_s)["clock"].detail
+    assert detail.endswith("behind" if off_s > 0 else "ahead")
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_port_is_free_ours_or_taken(settings: Settings, server: StateServer, tmp_path: Path) -> None:
+    """A stranger on it is a failure, a genpool is not."""
+    assert "free" in found(settings)["api port"].detail
+    with socket.create_server((settings.server.host, settings.server.port)):
+        assert failed(settings) == {"api port"}
+    node = ApiProcess(server.url, tmp_path / "node").start()
+    try:
+        ours = settings_of(tmp_path, f'[state]\nurl = "{server.url}"\n[server]\nport = {node.port}\n')
+        assert "genpool answers" in found(ours)["api port"].detail
+    finally:
+        node.stop()
+
+
+@pytest.mark.usefixtures("worker")
+def test_model_files_are_there_and_whole(server: StateServer, tmp_path: Path) -> None:
+    """A path without a file, a file that is none, a known file of the right size with other content."""
+    state = f'[state]\nurl = "{server.url}"\n[server]\nport = {free_port()}\n'
+    path = tmp_path / "weights.gguf"
+    settings = settings_of(tmp_path, state, str(path))
+    assert "is not there" in found(settings)[f"model {MODEL}"].detail
+    path.write_bytes(b"not weights")
+    assert "is no GGUF file" in found(settings)[f"model {MODEL}"].detail
+    path.write_bytes(b"GGUF...")
+    assert failed(settings) == set()
+    known = SOURCES[SHIPPED]
+    cached = tmp_path / "cache" / "genpool" / "models" / SHIPPED / known.file_name
+    cached.parent.mkdir(parents=True)
+    with cached.open("wb") as file:
+        file.truncate(known.size_bytes)
+    settings = settings_of(tmp_path, state, SHIPPED)
+    assert failed(settings) == {f"model {MODEL}"}
+    assert "damaged" in found(settings)[f"model {MODEL}"].detail
+
+
+def test_folders_belong_to_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others must not write to the cache or the state, nor read the state; there must be room on the disk."""
+    state, cache = tmp_path / "own", tmp_path / "cache" / "genpool" / "models"
+    cache.mkdir(parents=True)
+    with StateServer(state):
+        settings = settings_of(tmp_path, f'[state]\nfolder = "{state}"\n[server]\nport = {free_port()}\n')
+        assert failed(settings) == {f"worker {MODEL}"}
+    assert found(settings)["state server"].remedy == "Run: genpool up"
+    state.chmod(0o755)
+    assert found(settings)["state folder"].status == OK
+    (state / "appendonlydir").chmod(0o755)
+    next((state / "appendonlydir").iterdir()).chmod(0o644)
+    assert "can read" in found(settings)["state folder"].detail
+    state.chmod(0o770)
+    cache.chmod(0o777)
+    monkeypatch.setattr(doctor, "DISK_RESERVE_BYTES", 2**62)
+    assert failed(settings) == {
+        "state server", "state folder", "model cache", "disk of state folder", "disk of model cache",
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_requirement_that_is_not_met_is_named(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too old, or not there at all."""
+    monkeypatch.setattr(
+        importlib.metadata, "requires", lambda _: ["celery>99", "no-such-package>=1", "ruff>99; extra=='x'"]
+    )
+    assert failed(settings) == {"celery", "no-such-package"}
+    assert "celery>99" in found(settings)["celery"].remedy

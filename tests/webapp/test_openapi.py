@@ -1,0 +1,125 @@
+"""/openapi.json describes what is there, and what answers really look like; /docs shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from typing import Any
+
+import pytest
+from flask import Flask
+from flask.testing import FlaskClient
+from jsonschema import Draft202012Validator
+
+from tests.webapp.playing_worker import MODEL, PlayingWorker
+
+SAID = {"input": "x", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.fixture
+def document(http: FlaskClient) -> dict[str, Any]:
+    """The description."""
+    found: dict[str, Any] = http.get("/openapi.json").get_json()
+    return found
+
+
+def schema(document: dict[str, Any], name: str) -> Draft202012Validator:
+    """A validator of one schema, with the others at hand."""
+    return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": document["components"]})
+
+
+def test_every_route_is_described(app: Flask, document: dict[str, Any]) -> None:
+    """But those that are no part of the API: the description itself, its page, and metrics."""
+    described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    served = {
+        (method, re.sub(r"<(\w+)>", r"{\1}", rule.rule))
+        for rule in app.url_map.iter_rules()
+        for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}
+    }
+    assert served - described == {("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/metrics")}
+    assert described <= served
+    assert all(operation["summary"] for methods in document["paths"].values() for operation in methods.values())
+
+
+def test_real_answers_are_as_described(http: FlaskClient, worker: PlayingWorker, document: dict[str, Any]) -> None:
+    """Each kind of answer, errors among them."""
+    with worker.answering("x", reason="length"):
+        response = http.post("/v1/responses", json={"model": MODEL, "input": "x"}).get_json()
+        for path, name, body in (
+            ("/v1/chat/completions", "ChatCompletion", {"messages": SAID["messages"], "n": 2}),
+            ("/v1/completions", "Completion", {"prompt": "x"}),
+        ):
+            schema(document, name).validate(http.post(path, json={"model": MODEL, **body}).get_json())
+    job = response["id"]
+    queued = http.post("/v1/responses", json={"model": MODEL, "input": "x", "background": True}).get_json()
+    cancelled = http.post(f"/v1/responses/{queued['id']}/cancel").get_json()
+    for found in (response, queued, cancelled, http.get(f"/v1/responses/{job}").get_json()):
+        schema(document, "Response").validate(found)
+    for path, name in (
+        (f"/v1/responses/{job}/input_items", "InputItems"),
+        ("/v1/models", "Models"),
+        (f"/v1/models/{MODEL}", "Model"),
+        ("/healthz", "Health"),
+        ("/readyz", "Health"),
+        ("/v1/responses/none", "Error"),
+        ("/nowhere", "Error"),
+    ):
+        schema(document, name).validate(http.get(path).get_json())
+    schema(document, "Deleted").validate(http.delete(f"/v1/responses/{job}").get_json())
+
+
+@pytest.mark.parametrize(
+    ("name", "route", "field"),
+    [
+        ("ResponsesRequest", "/v1/responses", "input"),
+        ("ChatRequest", "/v1/chat/completions", "messages"),
+        ("CompletionRequest", "/v1/completions", "prompt"),
+    ],
+)
+def test_the_description_and_the_validation_agree(
+    http: FlaskClient, worker: PlayingWorker, document: dict[str, Any], name: str, route: str, field: str
+) -> None:
+    """What one refuses the other refuses, field by field; null is accepted wherever a field may be left out."""
+    described = document["components"]["schemas"][name]
+    validator = schema(document, name)
+    body = {"model": MODEL, field: SAID[field]}
+    assert set(described["required"]) == set(body)
+    for optional in set(described["properties"]) - set(body):
+        nulled = body | {optional: None}
+        assert validator.is_valid(nulled), optional
+        with worker.answering("x"):
+            assert http.post(route, json=nulled).status_code == 200, optional
+    bad: list[dict[str, Any]] = [{}, {"no_such_field": 1}, {field: None}, {field: ""}, {"model": 1}]
+    bad += [{"temperature": value} for value in (-1, 2.1, "1", True)] + [
+        {"top_p": 0},
+        {"stop": [""]},
+        {"stop": ["x"] * 5},
+    ]
+    for fields in bad:
+        refused = {} if not fields else body | fields
+        assert not validator.is_valid(refused), fields
+        assert http.post(route, json=refused).status_code == 400, fields
+    assert worker.held == 0
+
+
+def test_the_page_shows_routes_and_examples(http: FlaskClient) -> None:
+    """Nothing of the request gets into it, and it may load nothing from elsewhere."""
+    answer = http.get("/docs", headers={"Host": "evil.example<script>"})
+    assert answer.status_code in (200, 400)
+    answer = http.get("/docs", headers={"Host": "evil.example"})
+    assert "evil" not in answer.text
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    for text in ("curl http://127.0.0.1:8000/v1/responses", "from openai import OpenAI", "apiKey", "genpool.generate"):
+        assert text in answer.text
+    assert "POST /v1/completions" in answer.text
+
+
+def test_the_curl_example_can_be_pasted(http: FlaskClient) -> None:
+    """A shell reads it as one command with a JSON body."""
+    page = http.get("/docs").get_data(as_text=True)
+    code = re.search(r"<pre><code>(curl.*?)</code>", page, re.DOTALL)
+    assert code is not None
+    command = code[1].replace("&#39;", "'").replace("&#34;", '"')
+    shown = subprocess.run(["sh", "-c", command.replace("curl", "printf '%s\\n'", 1)], capture_output=True, check=True)
+    assert json.loads(shown.stdout.decode().splitlines()[-1])["model"] == MODEL

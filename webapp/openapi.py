@@ -1,0 +1,179 @@
+"""The description of the API, built from the URL map, the views' docstrings and the schemas that validate requests.
+
+A request's optional fields may be null, which means absent. Options that genpool lacks are listed, because clients send
+them: they are accepted where they ask for nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from flask import Flask
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from webapp.schemas import answers, chat, completions, responses
+from webapp.schemas.dialect import Neutral
+
+VERSION = "3.1.0"
+_PATH_PART = re.compile(r"<(?:[a-z]+:)?([a-z_]+)>")
+#: Statuses whose answer is an Error, with what they mean here.
+ERRORS = {
+    "400": "A field is wrong; `param` names it.",
+    "401": "No key, or a wrong one.",
+    "403": "This key may not do that.",
+    "404": "There is no such model or generation.",
+    "409": "The Idempotency-Key stands for another request, or the generation was cancelled.",
+    "410": "The generation has ended and is no longer stored.",
+    "413": "The body is too large.",
+    "415": "The body is not plain JSON.",
+    "429": "The queue is full, or a time limit passed in it; nothing stays enqueued. See Retry-After.",
+    "500": "The engine failed.",
+    "503": "The state server is away, or this node stops. See Retry-After.",
+    "504": "It has not ended in time; `x-should-retry: false`.",
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a view takes and gives. `unsupported`: options of the body that are accepted at neutral values only."""
+
+    answer: type[BaseModel]
+    body: type[BaseModel] | None = None
+    unsupported: Mapping[str, Neutral] | None = None
+    query: type[BaseModel] | None = None
+    stream: str = ""
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    "responses.create": Operation(
+        answers.Response, responses.ResponsesRequest, responses.UNSUPPORTED_HERE, stream="Numbered response events."
+    ),
+    "responses.read": Operation(answers.Response, query=responses.ReplayQuery, stream="Numbered response events."),
+    "responses.cancel": Operation(answers.Response),
+    "responses.delete": Operation(answers.Deleted),
+    "responses.items": Operation(answers.InputItems, query=responses.ItemsQuery),
+    "chat.create": Operation(
+        answers.ChatCompletion, chat.ChatRequest, chat.UNSUPPORTED_HERE, stream="Chunks, then `[DONE]`."
+    ),
+    "completions.create": Operation(
+        answers.Completion,
+        completions.CompletionRequest,
+        completions.UNSUPPORTED_HERE,
+        stream="Chunks, then `[DONE]`.",
+    ),
+    "models.catalogue": Operation(answers.Models),
+    "models.one": Operation(answers.Model),
+    "health.healthz": Operation(answers.Health),
+    "health.readyz": Operation(answers.Health),
+}
+
+
+def document(app: Flask) -> dict[str, Any]:
+    """The OpenAPI document of `app`, as JSON can hold it."""
+    paths: dict[str, dict[str, Any]] = {}
+    for rule in app.url_map.iter_rules():
+        operation = OPERATIONS.get(rule.endpoint)
+        if operation is None:
+            continue
+        path = _PATH_PART.sub(r"{\1}", rule.rule)
+        for method in sorted((rule.methods or set()) - {"HEAD", "OPTIONS"}):
+            view = app.view_functions[rule.endpoint]
+            paths.setdefault(path, {})[method.lower()] = _operation(rule.endpoint, path, view.__doc__ or "", operation)
+    return {
+        "openapi": VERSION,
+        "info": {
+            "title": "genpool",
+            "version": version("genpool"),
+            "description": "Durable generations behind the OpenAI API: any official client works unchanged.",
+        },
+        "paths": dict(sorted(paths.items())),
+        "components": {
+            "schemas": _schemas(),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(endpoint: str, path: str, doc: str, operation: Operation) -> dict[str, Any]:
+    text = inspect.cleandoc(doc)
+    described: dict[str, Any] = {
+        "operationId": endpoint.replace(".", "_"),
+        "summary": re.split(r"(?<=[.:])\s", text, maxsplit=1)[0].rstrip(".:"),
+        "description": " ".join(text.split()),
+        "parameters": [*_path_parameters(path), *_query_parameters(operation)],
+        "responses": {"200": _success(operation)} | _errors(),
+    }
+    if operation.body is not None:
+        described["requestBody"] = {"required": True, "content": _json(operation.body)}
+        described["parameters"].append(
+            {
+                "name": "Idempotency-Key",
+                "in": "header",
+                "description": "A resend with the same key finds the same generation.",
+                "schema": {"type": "string", "minLength": 1, "maxLength": 256, "pattern": r"^[!-~]([ -~]*[!-~])?$"},
+            }
+        )
+    return described
+
+
+def _success(operation: Operation) -> dict[str, Any]:
+    content: dict[str, Any] = _json(operation.answer)
+    if operation.stream:
+        content["text/event-stream"] = {"schema": {"type": "string", "description": operation.stream}}
+    return {"description": (operation.answer.__doc__ or "").split("\n")[0], "content": content}
+
+
+def _errors() -> dict[str, Any]:
+    return {status: {"description": text, "content": _json(answers.Error)} for status, text in ERRORS.items()}
+
+
+def _json(model: type[BaseModel]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
+
+
+def _path_parameters(path: str) -> Iterator[dict[str, Any]]:
+    for name in re.findall(r"{([a-z_]+)}", path):
+        yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _query_parameters(operation: Operation) -> Iterator[dict[str, Any]]:
+    if operation.query is None:
+        return
+    for name, schema in operation.query.model_json_schema()["properties"].items():
+        # A query cannot say null.
+        kinds = [kind for kind in schema.pop("anyOf", []) if kind != {"type": "null"}]
+        if schema.get("default", 0) is None:
+            del schema["default"]
+        yield {"name": name, "in": "query", "schema": schema | (kinds[0] if kinds else {})}
+
+
+def _schemas() -> dict[str, Any]:
+    models: list[type[BaseModel]] = [answers.Error]
+    for operation in OPERATIONS.values():
+        models += [model for model in (operation.answer, operation.body) if model is not None]
+    _, found = models_json_schema(
+        [(model, "validation") for model in dict.fromkeys(models)], ref_template="#/components/schemas/{model}"
+    )
+    schemas: dict[str, Any] = found["$defs"]
+    for operation in OPERATIONS.values():
+        if operation.body is not None:
+            _describe_body(schemas[operation.body.__name__], list(operation.unsupported or ()))
+    return schemas
+
+
+def _describe_body(schema: dict[str, Any], unsupported: Sequence[str]) -> None:
+    required = schema.get("required", [])
+    for name, field in schema["properties"].items():
+        if name not in required and {"type": "null"} not in field.get("anyOf", []):
+            default = {"default": field.pop("default")} if "default" in field else {}
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **default}
+    for name in unsupported:
+        text = "Not supported. null, and values that ask for nothing, are accepted."
+        schema["properties"][name] = {"type": "null", "description": text}

@@ -1,0 +1,253 @@
+"""What answers look like, for `/openapi.json`. They are rendered elsewhere, for speed; tests hold both together."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Answer(BaseModel):
+    """Fields are complete: an answer has no others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(Answer):
+    """What is wrong, and with which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """Any answer that is not 2xx. `id` and `status`, where given, are those of a generation that was accepted."""
+
+    error: ErrorDetail
+    id: str | None = None
+    status: str | None = None
+
+
+class OutputText(Answer):
+    """Text of an answer."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class InputText(Answer):
+    """Text of an input."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class OutputMessage(Answer):
+    """One choice."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class InputTokens(Answer):
+    """Of the prompt: those whose work was reused."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokens(Answer):
+    """Of the output: none are hidden."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(Answer):
+    """Tokens, as the engine counted them."""
+
+    input_tokens: int
+    input_tokens_details: InputTokens
+    output_tokens: int
+    output_tokens_details: OutputTokens
+    total_tokens: int
+
+
+class ResponseError(Answer):
+    """Why it failed."""
+
+    code: str
+    message: str
+
+
+class Reason(Answer):
+    """Why it ended early."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class Response(Answer):
+    """A generation. `queue_position`: how many wait before a queued one."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    error: ResponseError | None
+    incomplete_details: Reason | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Literal["auto"]
+    tools: list[Any]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+    queue_position: int = Field(default=0, ge=0)
+
+
+class Deleted(Answer):
+    """The response is gone."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputMessage(Answer):
+    """One turn of a stored input."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["system", "developer", "user", "assistant"]
+    status: Literal["completed"]
+    content: list[InputText | OutputText]
+
+
+class InputItems(Answer):
+    """A page of a stored input."""
+
+    object: Literal["list"]
+    data: list[InputMessage]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class PromptDetails(Answer):
+    """Of the prompt."""
+
+    cached_tokens: int
+    audio_tokens: int
+
+
+class CompletionDetails(Answer):
+    """Of the output."""
+
+    reasoning_tokens: int
+    audio_tokens: int
+
+
+class Usage(Answer):
+    """Tokens, as the engine counted them; completion tokens are summed over the choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class ChatAnswer(Answer):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+    annotations: list[Any]
+
+
+class ChatChoice(Answer):
+    """One of `n`."""
+
+    index: int
+    message: ChatAnswer
+    logprobs: None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(Answer):
+    """An answer of `n` choices."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    service_tier: Literal["default"]
+    system_fingerprint: None
+
+
+class CompletionChoice(Answer):
+    """One of `n`."""
+
+    index: int
+    text: str
+    logprobs: None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(Answer):
+    """A prompt continued in `n` ways."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: None
+
+
+class Model(Answer):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class Models(Answer):
+    """All of them."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(Answer):
+    """Alive, or ready."""
+
+    status: Literal["ok", "ready"]

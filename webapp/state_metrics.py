@@ -1,0 +1,122 @@
+"""The families of /metrics that are read from the state server at scrape time: the same on every node and process.
+
+Gauges are looked up, counters are sums that the server itself keeps (`pool.store.totals`), so neither a killed process
+nor a restarted node changes them. Labels are bounded: models of the catalogue, states, known codes and reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from pool.errors import StateUnavailable
+from pool.store.memory import Memory, memory_of
+from pool.store.ranks import Rank, RankRegistry
+from pool.store.totals import BOUNDS_MS, Histogram, Survey, surveys
+from webapp.node import Node
+
+#: Codes of failed jobs that are shown; another one is `other`.
+CODES = (
+    "context_length_exceeded", "deadline_exceeded", "engine_error", "generation_failed", "input_lost",
+    "invalid_request", "kv_budget_exceeded", "poison", "queue_timeout", "run_timeout",
+)  # fmt: skip
+OTHER = "other"
+
+
+class StateCollector(Collector):
+    """Families of all models of the catalogue, disabled ones included: what they hold must end too."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def collect(self) -> Iterable[Metric]:
+        """All families; without a state server only that it is away."""
+        up = GaugeMetricFamily("genpool_state_up", "Whether the state server answered this scrape.")
+        client, models = self._node.services.client, list(self._node.settings.models)
+        try:
+            found = surveys(client, models)
+            ranks = {model: RankRegistry(client, model).live() for model in models}
+            memory = memory_of(client)
+        except StateUnavailable:
+            up.add_metric([], 0)
+            return [up]
+        up.add_metric([], 1)
+        return [up, *_memory(memory), *_held(found), *_ranks(ranks), *_passed(found), *_times(found)]
+
+
+def _memory(memory: Memory) -> Iterable[Metric]:
+    yield GaugeMetricFamily("genpool_state_memory_bytes", "Memory the state server uses.", memory.used_bytes)
+    if memory.share is not None:
+        text = "Part of the state server's maxmemory in use; above 0.85 new jobs are refused."
+        yield GaugeMetricFamily("genpool_state_memory_share", text, memory.share)
+
+
+def _held(found: Mapping[str, Survey]) -> Iterable[Metric]:
+    queued = GaugeMetricFamily("genpool_jobs_queued", "Jobs waiting for a worker.", labels=["model"])
+    running = GaugeMetricFamily("genpool_jobs_running", "Jobs begun by a worker.", labels=["model"])
+    text = "How long ago the oldest job that waits for a worker was submitted; 0 when none waits."
+    oldest = GaugeMetricFamily("genpool_oldest_queued_seconds", text, labels=["model"])
+    letters = GaugeMetricFamily("genpool_dead_letters", "Dead letters kept.", labels=["model"])
+    for model, survey in found.items():
+        queued.add_metric([model], survey.queued)
+        running.add_metric([model], survey.running)
+        oldest.add_metric([model], survey.oldest_ms / 1000)
+        letters.add_metric([model], survey.dead_letters)
+    return [queued, running, oldest, letters]
+
+
+def _ranks(found: Mapping[str, list[Rank]]) -> Iterable[Metric]:
+    live = GaugeMetricFamily("genpool_ranks", "Live worker processes that serve the model.", labels=["model"])
+    text = "Generations that the live ranks run at once, all together."
+    slots = GaugeMetricFamily("genpool_slots", text, labels=["model"])
+    for model, ranks in found.items():
+        live.add_metric([model], len(ranks))
+        slots.add_metric([model], sum(rank.slots for rank in ranks))
+    return [live, slots]
+
+
+def _passed(found: Mapping[str, Survey]) -> Iterable[Metric]:
+    submitted = CounterMetricFamily("genpool_jobs_submitted", "Jobs accepted.", labels=["model"])
+    ended = CounterMetricFamily("genpool_jobs_ended", "Jobs ended, each once.", labels=["model", "state"])
+    failed = CounterMetricFamily("genpool_jobs_failed", "Failed jobs by error code.", labels=["model", "code"])
+    text = "Returns of jobs to the queue."
+    requeued = CounterMetricFamily("genpool_jobs_requeued", text, labels=["model", "reason"])
+    text = "Jobs whose record was deleted or evicted before they ended."
+    vanished = CounterMetricFamily("genpool_jobs_vanished", text, labels=["model"])
+    text = "Prompt tokens of ended jobs that had begun."
+    prompt = CounterMetricFamily("genpool_prompt_tokens", text, labels=["model"])
+    output = CounterMetricFamily("genpool_output_tokens", "Tokens generated for ended jobs.", labels=["model"])
+    for model, survey in found.items():
+        totals = survey.totals
+        submitted.add_metric([model], totals.submitted)
+        for state, count in totals.ended.items():
+            ended.add_metric([model, state], count)
+        for code in CODES:
+            failed.add_metric([model, code], totals.failed.get(code, 0))
+        failed.add_metric([model, OTHER], sum(count for code, count in totals.failed.items() if code not in CODES))
+        for reason, count in totals.requeued.items():
+            requeued.add_metric([model, reason], count)
+        vanished.add_metric([model], totals.vanished)
+        prompt.add_metric([model], totals.prompt_tokens)
+        output.add_metric([model], totals.output_tokens)
+    return [submitted, ended, failed, requeued, vanished, prompt, output]
+
+
+def _times(found: Mapping[str, Survey]) -> Iterable[Metric]:
+    text = "Ended jobs: time from submit to the first begin."
+    wait = HistogramMetricFamily("genpool_queue_wait_seconds", text, labels=["model"])
+    text = "Ended jobs: time from the first begin to the end, time between two workers included."
+    run = HistogramMetricFamily("genpool_run_seconds", text, labels=["model"])
+    for model, survey in found.items():
+        wait.add_metric([model], _buckets(survey.totals.wait), survey.totals.wait.sum_ms / 1000)
+        run.add_metric([model], _buckets(survey.totals.run), survey.totals.run.sum_ms / 1000)
+    return [wait, run]
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Cumulative counts with their upper bounds in seconds, as Prometheus wants them."""
+    bounds = [f"{bound_ms / 1000:g}" for bound_ms in BOUNDS_MS] + ["+Inf"]
+    return [(bound, float(sum(histogram.counts[: at + 1]))) for at, bound in enumerate(bounds)]
