@@ -14,18 +14,19 @@ from webapp.node import Node
 from webapp.schemas.responses import ItemsQuery
 
 FIELD = "previous_response_id"
+#: As official clients know it.
+NOT_FOUND = "previous_response_not_found"
 
 
 def conversation(node: Node, previous: str) -> list[Message]:
     """All turns of the response with this id, its answer the last; its instructions are not among them.
 
-    Raises JobUnknown and InvalidRequest, which name the field, and StateUnavailable.
+    Raises JobUnknown, also for one that has expired, and InvalidRequest, which name the field, and StateUnavailable.
     """
     try:
         record = own_view(node, previous).record
-    except JobUnknown as error:
-        error.param = FIELD
-        raise
+    except JobUnknown:
+        raise JobUnknown("There is no previous response with this id.", param=FIELD, code=NOT_FOUND) from None
     if record.state not in (jobs.COMPLETED, jobs.INCOMPLETE):
         raise InvalidRequest(f"The previous response is {record.state}, not completed.", param=FIELD)
     if len(record.outputs) != 1:

@@ -3,7 +3,7 @@
 | event | what happens |
 |---|---|
 | news | the renderer turns it into events |
-| nothing to say for `keepalive_seconds` | a comment line |
+| nothing to say at first, or for `keepalive_seconds` | a comment line: headers go out with the first line |
 | the client is gone | the job is cancelled if it was this request's own plain stream, else it goes on |
 | the process is to end | the connection breaks (Responses: continue elsewhere), or an error in band (chat) |
 | the job is gone | an error in band |
@@ -99,7 +99,9 @@ class JobStream:
         if self._sock is not None:
             self._sock.settimeout(SEND_TIMEOUT_S)
         try:
-            yield from self._frames(self._renderer.feed(first))
+            opening = self._frames(self._renderer.feed(first))
+            yield next(opening, sse.KEEP_ALIVE.encode())
+            yield from opening
             yield from self._follow()
         except GenpoolError as error:
             yield from self._frames(self._renderer.failure(error))
@@ -108,7 +110,7 @@ class JobStream:
         keepalive_s = self._node.settings.server.keepalive_seconds
         spoke_s = time.monotonic()
         while not self._renderer.ended:
-            view = self._waiter.next(min(TICK_S, keepalive_s))
+            view = self._waiter.next(min(TICK_S, spoke_s + keepalive_s - time.monotonic()))
             if view is not None:
                 chunk = b"".join(self._frames(self._renderer.feed(view)))
                 if chunk:

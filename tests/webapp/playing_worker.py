@@ -63,11 +63,16 @@ class PlayingWorker:
         for piece in pieces:
             self._write(turn, Write(turn.handout.lease, turn.seq, (self._entry(turn, piece, choice),)))
 
-    def finish(self, turn: Turn, reason: str = "stop") -> None:
+    def finish(self, turn: Turn, reason: str = "stop", *, cached_tokens: int = 0) -> None:
         """End the job with what was said."""
         n = turn.handout.n
         outputs = tuple(Output(turn.said.get(i, ""), reason, turn.counts.get(i, 0)) for i in range(n))
-        ending = Ending(jobs.state_of((reason,) * n), outputs, prompt_tokens=turn.handout.prompt_tokens)
+        ending = Ending(
+            jobs.state_of((reason,) * n),
+            outputs,
+            prompt_tokens=turn.handout.prompt_tokens,
+            cached_tokens=cached_tokens,
+        )
         self._write(turn, Write(turn.handout.lease, turn.seq, (), ending))
 
     def fail(self, turn: Turn, code: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -11,6 +12,8 @@ import openai as sdk
 import pytest
 from openai import OpenAI
 
+from tests.waiting import wait_until
+from tests.webapp.api_process import ApiProcess
 from tests.webapp.playing_worker import MODEL, PlayingWorker
 
 pytestmark = pytest.mark.usefixtures("worker")
@@ -145,3 +148,30 @@ def test_a_resend_finds_the_same_completion(raw: httpx.Client, worker: PlayingWo
         )
     assert first == second
     assert first["choices"][0]["text"] == "once"
+
+
+def test_leaving_ends_the_job(node: ApiProcess, raw: httpx.Client, worker: PlayingWorker) -> None:
+    """A client that goes away, from a stream or while it waits for the whole."""
+    body = {"model": MODEL, "prompt": "Say"}
+    with raw.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        next(answer.iter_lines())
+        assert worker.held == 1
+    wait_until(lambda: worker.held == 0, description="the streamed job to be cancelled")
+    with httpx.Client(base_url=node.base_url, timeout=0.5) as impatient, pytest.raises(httpx.ReadTimeout):
+        impatient.post("/v1/completions", json=body)
+    wait_until(lambda: worker.held == 0, description="the other job to be cancelled")
+
+
+def test_a_full_node_refuses_one_more(start_node: Callable[..., ApiProcess], worker: PlayingWorker) -> None:
+    """It waits in one of the node's places, like any other, and gives it back."""
+    node = start_node(SERVER__THREADS="2")
+    with node.openai() as client:
+        with client.completions.create(model=MODEL, prompt="Wait", stream=True) as stream:
+            with pytest.raises(sdk.InternalServerError) as busy:
+                client.completions.create(model=MODEL, prompt="One more")
+            assert busy.value.code == "too_many_waiting"
+            assert worker.held == 1
+            worker.finish(worker.take())
+            list(stream)
+        with worker.answering("x"):
+            assert client.completions.create(model=MODEL, prompt="Now").choices[0].text == "x"

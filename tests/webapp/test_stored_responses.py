@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -61,6 +63,24 @@ def test_an_unended_response_is_cancelled_and_deleted(openai: OpenAI, worker: Pl
     with pytest.raises(AssertionError, match="stale"):
         worker.say(turn, "late")
     assert Audit(client, MODEL).run() == []
+
+
+def test_who_reads_a_response_that_is_deleted_hears_of_it(
+    raw: httpx.Client, worker: PlayingWorker, other_node: ApiProcess
+) -> None:
+    """A stream says so at its end, and whoever waits for the whole gets an error that is not sent again."""
+    body = {"model": MODEL, "input": "Long"}
+    with ThreadPoolExecutor() as pool, other_node.openai() as elsewhere:
+        with raw.stream("POST", "/v1/responses", json={**body, "stream": True}) as answer:
+            lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+            elsewhere.responses.delete(json.loads(next(lines).removeprefix("data: "))["response"]["id"])
+            *_, last = lines
+        waiting = pool.submit(raw.post, "/v1/responses", json=body)
+        elsewhere.responses.delete(f"resp_{MODEL}.0_{worker.take().handout.lease.token}")
+        whole = waiting.result()
+    assert json.loads(last.removeprefix("data: "))["type"] in ("error", "response.incomplete")
+    assert whole.status_code == 404 or whole.json()["status"] == "cancelled"
+    assert worker.held == 0
 
 
 def test_a_resend_does_not_bring_back_what_was_deleted(raw: httpx.Client, worker: PlayingWorker) -> None:
@@ -147,6 +167,16 @@ def test_a_conversation_goes_on(openai: OpenAI, worker: PlayingWorker) -> None:
     assert (response.previous_response_id, response.instructions) == (second, "Be long.")
 
 
+def test_deleting_a_turn_leaves_later_ones_whole(openai: OpenAI, worker: PlayingWorker) -> None:
+    """Each response holds the conversation up to it."""
+    first = answered(openai, worker, "one", input="Say one")
+    second = answered(openai, worker, "two", input="Say two", previous_response_id=first)
+    openai.responses.delete(first)
+    third = answered(openai, worker, input="Say three", previous_response_id=second)
+    listed = openai.responses.input_items.list(third, order="asc")
+    assert [item.content[0].text for item in listed] == ["Say one", "one", "Say two", "two", "Say three"]
+
+
 def test_a_conversation_is_the_prompt(openai: OpenAI, worker: PlayingWorker) -> None:
     """The worker gets the very tokens that it would if the whole history had been sent."""
     first = answered(openai, worker, "one", input="Say one")
@@ -164,12 +194,16 @@ def test_a_conversation_is_the_prompt(openai: OpenAI, worker: PlayingWorker) -> 
     assert prompts[0] == prompts[1] != b""
 
 
-def test_what_cannot_be_continued_is_refused_by_name(openai: OpenAI, raw: httpx.Client, worker: PlayingWorker) -> None:
-    """Unknown: 404. Not completed, not stored, or of several choices: 400. Nothing is queued."""
+def test_what_cannot_be_continued_is_refused_by_name(
+    openai: OpenAI, raw: httpx.Client, worker: PlayingWorker, client: Client
+) -> None:
+    """Unknown, deleted or expired: 404. Not completed, not stored, or of several choices: 400. Nothing is queued."""
 
     def refusal(previous: str) -> tuple[int, str]:
         answer = raw.post("/v1/responses", json={"model": MODEL, "input": "x", "previous_response_id": previous})
-        return answer.status_code, answer.json()["error"]["param"]
+        error = answer.json()["error"]
+        assert (answer.status_code == 404) == (error["code"] == "previous_response_not_found")
+        return answer.status_code, error["param"]
 
     running = openai.responses.create(model=MODEL, input="Long", background=True).id
     turn = worker.take()
@@ -177,8 +211,15 @@ def test_what_cannot_be_continued_is_refused_by_name(openai: OpenAI, raw: httpx.
     worker.finish(turn)
     with worker.answering("x"):
         chat = openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], n=2).id
-    unstored = answered(openai, worker, store=False)
-    for previous, status in ((NEVER_WAS, 404), ("resp_x", 404), (unstored, 400), (chat, 400)):
+    unstored, deleted, expired = (answered(openai, worker, store=kept) for kept in (False, True, True))
+    openai.responses.delete(deleted)
+    client.delete(worker.keys.job(parse_ref(expired).token))
+    cancelled = openai.responses.create(model=MODEL, input="Long", background=True).id
+    openai.responses.cancel(cancelled)
+    for previous, status in (
+        *((previous, 404) for previous in (NEVER_WAS, "resp_x", deleted, expired)),
+        *((previous, 400) for previous in (unstored, chat, cancelled, "resp_a\0b", "")),
+    ):
         assert refusal(previous) == (status, "previous_response_id")
     assert worker.held == 0
 
