@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flask import Request
@@ -99,22 +99,28 @@ def _read(request: Request, limit_bytes: int) -> bytes:
 
 
 def _expanded(packed: bytes, coding: str, limit_bytes: int) -> bytes:
-    """A compressed body's content; no more of it than the limit is ever made."""
+    """A compressed body's content. It is measured first and kept only when it fits, so a bomb takes no room at all."""
+    expanded_bytes = 0
+    for piece in _pieces(packed, coding):
+        expanded_bytes += len(piece)
+        if expanded_bytes > limit_bytes:
+            raise _too_large(limit_bytes)
+    return b"".join(_pieces(packed, coding))
+
+
+def _pieces(packed: bytes, coding: str) -> Iterator[bytes]:
+    """The content, a little at a time. Raises InvalidRequest."""
     inflater = zlib.decompressobj(_GZIP if coding == "gzip" else _ZLIB if _is_zlib(packed) else _RAW)
-    raw = bytearray()
     try:
         for start in range(0, len(packed), _STEP_BYTES):
-            piece = packed[start : start + _STEP_BYTES]
-            while piece and len(raw) <= limit_bytes:
-                raw += inflater.decompress(piece, _STEP_BYTES)
-                piece = inflater.unconsumed_tail
+            left = packed[start : start + _STEP_BYTES]
+            while left:
+                yield inflater.decompress(left, _STEP_BYTES)
+                left = inflater.unconsumed_tail
     except zlib.error:
         raise InvalidRequest(f"The request body is not valid {coding}.", code="invalid_encoding") from None
-    if len(raw) > limit_bytes:
-        raise _too_large(limit_bytes)
     if not inflater.eof or inflater.unused_data:
         raise InvalidRequest(f"The request body is not exactly one {coding} stream.", code="invalid_encoding")
-    return bytes(raw)
 
 
 def _is_zlib(packed: bytes) -> bool:

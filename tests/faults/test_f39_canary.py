@@ -194,18 +194,20 @@ def test_f39_a_prompt_is_in_its_own_record_only(system: System, flower: Flower, 
         assert said[-1].json()["status"] == "cancelled"
     ids.append(running)
     ids += _through_celery(celery)
-    with Supervising(system):
-        poison = system.submit("", **carried("crash 0", background=True))
-        assert system.ended(poison, timeout_s=60).error_code == "poison"
-        for worker in system.workers:
-            system.await_worker(worker)
-    ids.append(poison)
     expected = ["SUCCESS", "FAILURE", "REVOKED", "SUCCESS", "SUCCESS", "FAILURE"]
 
     def shown() -> list[str]:
         states = flower.states()
         return [states.get(job, "") for job in ids]
 
+    # What a worker has not sent when it is killed is lost: events are no truth.
+    wait_until(lambda: shown() == expected[:-1], description="Flower to show what ended", timeout_s=FINISHED_WITHIN_S)
+    with Supervising(system):
+        poison = system.submit("", **carried("crash 0", background=True))
+        assert system.ended(poison, timeout_s=60).error_code == "poison"
+        for worker in system.workers:
+            system.await_worker(worker)
+    ids.append(poison)
     wait_until(lambda: shown() == expected, description="Flower to show every end", timeout_s=FINISHED_WITHIN_S)
     answers = list(refusals(system))
     assert all(400 <= answer.status_code < 500 for answer in answers), [each.status_code for each in answers]
