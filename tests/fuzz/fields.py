@@ -20,8 +20,9 @@ import httpx
 from webapp.schemas import chat, completions, responses
 
 THREADS = 12
-#: An answer is a generation, a refusal that names the field, or "not now". Never "something broke".
-ALLOWED = frozenset({200, 400, 404, 409, 413, 415, 429})
+#: An answer is a generation, a refusal that names the field, "not now", or an end by a time limit that was sent along.
+#: Never "something broke".
+ALLOWED = frozenset({200, 400, 404, 409, 413, 415, 429, 504})
 TIMEOUT_S = 60.0
 TOKENS = 2
 BODY_BYTES = 300_000
