@@ -105,8 +105,6 @@ def test_the_description_and_the_validation_agree(
 
 def test_the_page_shows_routes_and_examples(http: FlaskClient) -> None:
     """Nothing of the request gets into it, and it may load nothing from elsewhere."""
-    answer = http.get("/docs", headers={"Host": "evil.example<script>"})
-    assert answer.status_code in (200, 400)
     answer = http.get("/docs", headers={"Host": "evil.example"})
     assert "evil" not in answer.text
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
