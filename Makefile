@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-.PHONY: help run test test-clients fuzz test-redis7 cancels faults-long lint chaos chaos-long recovery clean
+.PHONY: help run test test-clients fuzz test-redis7 cancels idle faults-long lint chaos chaos-long recovery clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,10 +19,13 @@ run: $(STAMP) ## Fetch the model, then serve it on PORT (8000).
 	@exec $(BIN)/genpool up --port $(PORT)
 
 test: lint ## Lint, then run all tests.
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 cancels: $(STAMP) ## Leave 1,000 generations at random moments; nothing may be left of them (SEED=N replays).
 	CANCELS=1000 $(if $(SEED),SEED=$(SEED)) $(BIN)/python -m pytest -q tests/faults/test_leaving.py
+
+idle: $(STAMP) ## Leave a system without work for a minute: silence, next to no CPU, and the next job at once.
+	IDLE=long $(BIN)/python -m pytest -q tests/faults/test_f13_idle.py
 
 test-redis7: $(STAMP) ## Run the store's and the state server's tests on Redis 7.0, every Lua verb included.
 	redis7=$$($(BIN)/python -m tests.redis7) && EVERY_VERB=1 GENPOOL_VALKEY_SERVER="$$redis7" \

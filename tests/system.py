@@ -319,6 +319,12 @@ class System:
         self.accepted.append(self.jobs.submit(request))
         return self.accepted[-1]
 
+    def submit_running(self, script: str, *, tokens: int = 4, **body: Any) -> str:
+        """Submit a background job; its id, once it has made so many tokens."""
+        job = self.submit(script, **body)
+        wait_until(lambda: self.tokens(job) >= tokens, description=f"{tokens} tokens of {job}")
+        return job
+
     def poll(self, job: str, *, api: int = 0) -> dict[str, Any]:
         """The response object as a client sees it now."""
         answer = self.http.get(f"{self.api_url(self.apis[api])}/v1/responses/{job}")

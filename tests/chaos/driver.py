@@ -27,7 +27,7 @@ from pool.store.ids import new_ref
 from pool.store.jobs import JobStore
 from tasks.celery import create_app
 from tests.chaos.clients import Callers
-from tests.chaos.faults import KINDS, STATE_KINDS, Injector
+from tests.chaos.faults import KINDS, PACE_S, STATE_KINDS, Injector
 from tests.chaos.ledger import Ledger, Verdict, judge
 from tests.chaos.links import Links
 from tests.chaos.work import WorkSource
@@ -67,14 +67,14 @@ class ChaosSystem(System):
 class Run:
     """One run of the driver."""
 
-    def __init__(self, folder: Path, *, seed: int, seconds: float, rate: float) -> None:
+    def __init__(self, folder: Path, *, seed: int, seconds: float, rate: float, pace_s: tuple[float, float]) -> None:
         self.seed = seed
         self._seconds = seconds
         self._rate = rate
         self._began_s = time.monotonic()
         self.system = ChaosSystem(folder)
         self.ledger = Ledger(folder / "clients.jsonl")
-        self.injector = Injector(self.system, self.system.links, seed, self._note)
+        self.injector = Injector(self.system, self.system.links, seed, self._note, pace_s)
         self._events = folder / "faults.log"
         self.violations: list[Violation] = []
         self.leftovers: list[str] = []
@@ -235,6 +235,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600, help="how long faults are done")
     parser.add_argument("--rate", type=float, default=3.0, help="jobs sent per second, on average")
+    parser.add_argument(
+        "--pace", type=float, nargs=2, default=PACE_S, metavar="S", help="seconds between two faults, least and most"
+    )
     parser.add_argument("--seed", type=int, default=None, help="replays the choices of an earlier run")
     parser.add_argument("--json", type=Path, default=None, help="append the run's figures to this file, a line a run")
     parser.add_argument(
@@ -246,7 +249,7 @@ def main() -> int:
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     folder = Path(tempfile.mkdtemp(prefix="genpool-chaos-"))
     print(f"seed {seed}, {options.seconds:g} s, {options.rate:g} jobs/s, logs in {folder}", flush=True)
-    run = Run(folder, seed=seed, seconds=options.seconds, rate=options.rate)
+    run = Run(folder, seed=seed, seconds=options.seconds, rate=options.rate, pace_s=tuple(options.pace))
     try:
         verdict = run.go()
     finally:
@@ -261,7 +264,7 @@ def main() -> int:
             out.write(json.dumps(figures) + "\n")
     if problems:
         print(f"\nFAILED. Logs: {folder}. Replay: python -m tests.chaos.driver --seconds {options.seconds:g} "
-              f"--rate {options.rate:g} --seed {seed}")  # fmt: skip
+              f"--rate {options.rate:g} --pace {options.pace[0]:g} {options.pace[1]:g} --seed {seed}")  # fmt: skip
         return 1
     if not options.keep:
         shutil.rmtree(folder, ignore_errors=True)

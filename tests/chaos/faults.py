@@ -29,7 +29,7 @@ from tests.system import Part, System
 
 KINDS = ("kill", "stop", "terminate", "restart", "hold", "cut")
 STATE_KINDS = ("script flush", "client kill", "lost group", "lost stream")
-#: Seconds between two faults, drawn evenly.
+#: Seconds between two faults, drawn evenly, unless a run has a pace of its own.
 PACE_S = (4.0, 8.0)
 SUPERVISE_S = 0.2
 
@@ -45,10 +45,13 @@ class Card:
 class Injector:
     """Deals cards until stopped, and plays the supervisor: what ended without being held down is started again."""
 
-    def __init__(self, system: System, links: Links, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, system: System, links: Links, seed: int, say: Callable[[str], None], pace_s: tuple[float, float]
+    ) -> None:
         self._system = system
         self._links = links
         self._rng = random.Random(seed)
+        self._pace_s = pace_s
         self._say = say
         self._parts = {part.name: part for part in system.parts}
         self._busy: set[str] = set()
@@ -94,7 +97,7 @@ class Injector:
 
     def _deal(self) -> None:
         deck: list[Card] = []
-        while not self._stopping.wait(self._rng.uniform(*PACE_S)):
+        while not self._stopping.wait(self._rng.uniform(*self._pace_s)):
             deck = deck or self._deck()
             card = deck.pop()
             if not self._claim(card.victim):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+OPTIONS = ("--seconds", "8", "--rate", "5", "--pace", "1.5", "3", "--seed", "11")
 ROOT = Path(__file__).parents[2]
 
 
@@ -14,7 +15,7 @@ def test_a_short_run_loses_nothing(tmp_path: Path) -> None:
     """Jobs are sent while faults are done, the verdict is clean, and the figures say so."""
     figures = tmp_path / "figures.jsonl"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.chaos.driver", "--seconds", "15", "--seed", "11", "--json", str(figures)],
+        [sys.executable, "-m", "tests.chaos.driver", *OPTIONS, "--json", str(figures)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -10,14 +10,14 @@ from tests.system import SCRIPTED
 
 
 def test_streams_survive_each_kill(folder: Path) -> None:
-    """Two kills of each kind of process in the middle of streams: no event lost or twice, and every text as it was."""
-    plan = Plan(model=SCRIPTED, kills=2, streams=2, texts=2, tokens=200, lease_s=1.6, phase_s=0.3, replays=1)
+    """A kill of each kind of process in the middle of streams: no event lost or twice, and every text as it was."""
+    plan = Plan(model=SCRIPTED, kills=1, streams=2, texts=2, tokens=200, lease_s=1.6, phase_s=0.3, replays=1)
     outcomes = run(folder, plan)
     assert [outcome.victim for outcome in outcomes] == list(VICTIMS)
     for outcome in outcomes:
         assert outcome.problems == []
-        assert (outcome.kills, outcome.lost, outcome.duplicated, outcome.different) == (2, 0, 0, 0)
-        assert len(outcome.recoveries) >= 2
+        assert (outcome.kills, outcome.lost, outcome.duplicated, outcome.different) == (1, 0, 0, 0)
+        assert outcome.recoveries
         assert outcome.streams >= 2
 
 

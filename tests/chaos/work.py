@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -26,6 +27,8 @@ POISON_EVERY = 400
 #: Distinct requests to the real engine.
 TINY_POOL = 24
 MAX_TOKENS = 240
+#: So many of them run undisturbed at once.
+TOGETHER = 8
 
 
 class WorkSource:
@@ -35,7 +38,8 @@ class WorkSource:
         self._rng = random.Random(seed)
         self._drawn = 0
         self._pool = [_tiny_body(number) for number in range(TINY_POOL)]
-        self._references = [_answer(url, body) for body in self._pool]
+        with ThreadPoolExecutor(TOGETHER) as pool:  # company changes no text
+            self._references = list(pool.map(lambda body: _answer(url, body), self._pool))
         for number in range(4):
             work = self._scripted(number)
             found = _answer(url, work.body)

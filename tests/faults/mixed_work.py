@@ -237,3 +237,9 @@ def complaints(part: Part, since: int) -> list[str]:
         r"(WARNING|ERROR|CRITICAL)/MainProcess\] (state server:|maintenance:|\S+: heartbeat:|looking after)"
     )
     return [line for line in part.output()[since:].splitlines() if ours.search(line)]
+
+
+def warned(part: Part, since: int) -> list[str]:
+    """Lines of level WARNING or worse, whoever wrote them, or that name a lost group; as `complaints`."""
+    words = ("WARNING/", "ERROR/", "CRITICAL/", "NOGROUP")
+    return [line for line in part.output()[since:].splitlines() if any(word in line for word in words)]

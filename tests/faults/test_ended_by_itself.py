@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -14,8 +15,9 @@ STALL_S = 2.0
 
 
 def control(system: System, *arguments: str) -> None:
-    """Run `celery control ARGUMENTS`, as an operator does."""
-    argv = [sys.executable, "-m", "celery", "-A", "tasks", "control", "--timeout", "5", *arguments]
+    """Run `celery control ARGUMENTS` for the only worker, as an operator does; over when it has answered."""
+    node = f"{system.workers[0].name}@{socket.gethostname()}"
+    argv = [sys.executable, "-m", "celery", "-A", "tasks", "control", "--timeout", "20", "-d", node, *arguments]
     done = subprocess.run(argv, check=False, env=system.workers[0].env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

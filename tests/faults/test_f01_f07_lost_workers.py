@@ -12,7 +12,7 @@ from tests.faults.conftest import StartSystem
 from tests.system import SCRIPTED, Part, System
 from tests.waiting import wait_until
 
-LEASE_S = 2.0
+LEASE_S = 1.5
 #: A machine shared with other work may be this much slower than a case's own bound.
 SLACK = 3
 
@@ -20,7 +20,7 @@ SLACK = 3
 @pytest.fixture(scope="module")
 def shared(start_shared_system: StartSystem) -> System:
     """Two workers, 25 ms a token."""
-    return start_shared_system(sections={"worker": {"lease_seconds": LEASE_S, "renew_seconds": 0.5}}, delay_ms=25)
+    return start_shared_system(sections={"worker": {"lease_seconds": LEASE_S, "renew_seconds": 0.4}}, delay_ms=25)
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from tests.faults.conftest import StartSystem
 from tests.system import SCRIPTED, System
 from tests.waiting import wait_until
 
-SYNC_WAIT_S = 4
+SYNC_WAIT_S = 3
 WATCH_S = 2  # gunicorn's --timeout
-LONG = "repeat 60 x"  # of 0.1 s each
+LONG = "repeat 45 x"  # of 0.1 s each
 
 
 def sync(system: System, script: str) -> tuple[httpx.Response, float]:
@@ -55,7 +55,7 @@ def test_f10_a_wait_ends_before_its_generation_and_says_where_it_goes_on(start_s
         assert answer.headers["x-should-retry"] == "false"
         assert SYNC_WAIT_S <= taken_s < SYNC_WAIT_S + 3
         system.accepted.append(body["id"])
-    for (answer, _), text in zip(waits, ("x" * 60, "xx"), strict=True):
+    for (answer, _), text in zip(waits, ("x" * 45, "xx"), strict=True):
         assert system.ended(answer.json()["id"]).state == jobs.COMPLETED
         shown = system.http.get(f"{system.api_url(system.apis[0])}{answer.headers['location']}").json()
         assert shown["output"][0]["content"][0]["text"] == text

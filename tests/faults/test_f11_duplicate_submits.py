@@ -19,7 +19,8 @@ AT_ONCE = 20
 @pytest.fixture(scope="module")
 def system(start_shared_system: StartSystem) -> System:
     """Two workers, so that a job can be taken over, and two nodes, so that a resend can go elsewhere."""
-    return start_shared_system(workers=2, apis=2, delay_ms=50)
+    worker = {"lease_seconds": 1.5, "renew_seconds": 0.4}
+    return start_shared_system(workers=2, apis=2, delay_ms=50, sections={"worker": worker})
 
 
 def send(system: System, script: str, key: str = "", *, api: int = 0, **body: object) -> httpx.Response:

@@ -45,8 +45,7 @@ def test_f17_three_hundred_jobs_leave_only_what_expires(system: System) -> None:
         assert leaking(client) == []
         assert all(client.ttl(system.keys().job(job.rpartition("_")[2])) > 0 for job in jobs[::30])
         _assert_a_deleted_entry_strands_no_job(system, client, worker)
-        lost = system.submit("repeat 500 x")
-        wait_until(lambda: system.tokens(lost) > 1, description="a running job")
+        lost = system.submit_running("repeat 500 x")
         worker.kill()
         later.start()
         system.await_worker(later)
@@ -58,8 +57,7 @@ def test_f17_three_hundred_jobs_leave_only_what_expires(system: System) -> None:
 
 def _assert_a_deleted_entry_strands_no_job(system: System, client: Client, worker: Part) -> None:
     """XDEL of the pending entry of a running job, and of one that its reader never began."""
-    running = system.submit("repeat 400 x")
-    wait_until(lambda: system.tokens(running) > 1, description="a running job")
+    running = system.submit_running("repeat 400 x")
     client.xdel(system.keys().queue, system.fact(running, "entry"))
     assert system.ended(running).outputs[0].text == "x" * 400
     worker.pause()

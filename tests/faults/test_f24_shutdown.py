@@ -29,21 +29,25 @@ def shared(start_shared_system: StartSystem) -> System:
 @pytest.fixture
 def system(shared: System) -> System:
     """The same without the last test's workers, who leave the registry."""
-    for part in shared.workers:
-        if part.alive:
-            part.terminate()
+    left = [part for part in shared.workers if part.alive]
+    for part in left:
+        part.signal(signal.SIGTERM)
+    for part in left:
+        part.wait()
     shared.workers = []
     return shared
 
 
-def worker(system: System, limit: int, *, grace_s: float = GRACE_S) -> Part:
-    """One more worker of `limit` generations, serving."""
-    part = system.worker_part(len(system.workers), "", "-c", str(limit))
-    part.env["GENPOOL_WORKER__DRAIN_GRACE_SECONDS"] = str(grace_s)
-    system.workers.append(part)
-    part.start()
-    system.await_worker(part)
-    return part
+def workers(system: System, count: int, limit: int, *, grace_s: float = GRACE_S) -> list[Part]:
+    """More workers of `limit` generations each, serving."""
+    parts = [system.worker_part(len(system.workers) + number, "", "-c", str(limit)) for number in range(count)]
+    system.workers += parts
+    for part in parts:
+        part.env["GENPOOL_WORKER__DRAIN_GRACE_SECONDS"] = str(grace_s)
+        part.start()
+    for part in parts:
+        system.await_worker(part)
+    return parts
 
 
 def pending(system: System) -> int:
@@ -55,9 +59,8 @@ def pending(system: System) -> int:
 def test_f24_a_leaving_worker_finishes_and_leaves_nothing_in_its_hands(system: System) -> None:
     """SIGTERM with one job running and four queued: it has read no more than it runs, ends that one within the grace,
     exits 0 with nothing pending, and the next worker runs the other four. Everything starts once."""
-    leaving = worker(system, 1)
-    running = system.submit("repeat 60 x")
-    wait_until(lambda: system.tokens(running) > 3, description="a running job")
+    (leaving,) = workers(system, 1, 1)
+    running = system.submit_running("repeat 60 x")
     queued = [system.submit("repeat 5 y") for _ in range(4)]
     assert pending(system) == 1
     assert leaving.terminate(GRACE_S + 10) == 0
@@ -77,9 +80,8 @@ def test_f24_a_leaving_worker_finishes_and_leaves_nothing_in_its_hands(system: S
 def test_f24_what_was_read_and_not_begun_is_given_back_at_once(system: System) -> None:
     """A job that may only run alone waits in a busy worker. SIGTERM: another worker begins it long before its lease
     would have run out, while the first still finishes its own; it costs the job nothing."""
-    leaving = worker(system, 2, grace_s=60)
-    running = system.submit("repeat 9000 x", max_output_tokens=9001)
-    wait_until(lambda: system.tokens(running) > 3, description="a running job")
+    (leaving,) = workers(system, 1, 2, grace_s=60)
+    running = system.submit_running("repeat 9000 x", max_output_tokens=9001)
     leaving.pause()
     suspect = system.submit("repeat 5 y")
     with system.client() as client:
@@ -87,7 +89,7 @@ def test_f24_what_was_read_and_not_begun_is_given_back_at_once(system: System) -
         client.hset(system.keys().job(suspect.rpartition("_")[2]), mapping={"crashes": 2, "suspect": 1})
     leaving.resume()
     wait_until(lambda: pending(system) == 2, description="the suspect to be read")
-    worker(system, 2)
+    workers(system, 1, 2)
     leaving.signal(signal.SIGTERM)
     assert system.ended(suspect, timeout_s=LEASE_S / 2).outputs[0].text == "y" * 5
     assert (system.record(suspect).attempt, system.fact(suspect, "losses")) == (1, "")
@@ -100,8 +102,7 @@ def test_f24_what_was_read_and_not_begun_is_given_back_at_once(system: System) -
 def test_three_deploys_in_a_row_poison_nobody(system: System) -> None:
     """All workers are told to leave with a grace too short for what they run, and replaced, three times over. Jobs of
     several choices, running and queued, go on from hand to hand: none counts a loss, all end whole."""
-    for _ in range(2):
-        worker(system, 3, grace_s=0.1)
+    workers(system, 2, 3, grace_s=0.1)
     jobs = [system.submit_choices("repeat 100 x", 2) for _ in range(4)]
     for _ in range(3):
         for part in system.workers:

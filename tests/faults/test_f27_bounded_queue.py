@@ -35,8 +35,7 @@ def system(start_shared_system: StartSystem) -> System:
 @contextmanager
 def occupied(system: System) -> Iterator[None]:
     """The one place is taken for the time of the block, then given free by a cancel: that is never limited."""
-    job = system.submit("repeat 9000 x")
-    wait_until(lambda: system.tokens(job) > 0, description="the place to be taken")
+    job = system.submit_running("repeat 9000 x", tokens=1)
     try:
         yield
     finally:

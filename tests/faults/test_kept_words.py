@@ -4,8 +4,10 @@ an id leaves nothing behind, and "it goes on" goes on."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,16 +20,35 @@ from tests.faults.conftest import StartSystem
 from tests.system import SCRIPTED, System
 from tests.waiting import wait_until
 
-GRACE_S = 3
-#: Runs for 15 s and more: longer than the outages below, a lease of respite after them, and the grace.
-TOKENS = 300
+GRACE_S = 1
+SYNC_WAIT_S = 2
+LEASE_S = 1.5
+#: Runs for 9 s and more: longer than the outages below, a lease of respite after them, and the grace.
+TOKENS = 180
+#: Of nodes.
+NUMBERS = itertools.count()
 BODY = {"model": SCRIPTED, "input": f"repeat {TOKENS} x", "max_output_tokens": TOKENS + 10}
 
 
-def start(start_system: StartSystem, **server: Any) -> System:
-    """One API node, one worker, a short grace."""
-    sections = {"server": {"orphan_grace_seconds": GRACE_S, **server}}
-    return start_system(apis=1, workers=1, delay_ms=50, sections=sections)
+@pytest.fixture(scope="module")
+def shared(start_shared_system: StartSystem) -> System:
+    """One worker, a short grace, and no node yet."""
+    sections = {
+        "server": {"orphan_grace_seconds": GRACE_S},
+        "worker": {"lease_seconds": LEASE_S, "renew_seconds": 0.4},
+    }
+    return start_shared_system(apis=0, workers=1, delay_ms=50, sections=sections)
+
+
+@pytest.fixture
+def system(shared: System) -> Iterator[System]:
+    """The same with a node that is the test's alone, and soon cut off when it is told to end."""
+    node = shared.api_part(next(NUMBERS), "", "--graceful-timeout", "3")
+    shared.apis = [node]
+    node.start()
+    shared.await_api(node)
+    yield shared
+    node.end()
 
 
 def post(system: System, path: str = "responses", **body: Any) -> httpx.Response:
@@ -67,10 +88,13 @@ def assert_completes(system: System, job: str) -> None:
     assert (record.state, record.outputs[0].text) == (jobs.COMPLETED, "x" * TOKENS)
 
 
-@pytest.mark.timeout(120)
-def test_a_wait_that_ends_while_the_state_server_is_away(start_system: StartSystem) -> None:
+def test_a_wait_that_ends_while_the_state_server_is_away(system: System) -> None:
     """504, it goes on: its reader's time is over soon after, but nobody waits for a reader any more."""
-    system = start(start_system, sync_wait_seconds=3)
+    (node,) = system.apis
+    node.kill()
+    node.env["GENPOOL_SERVER__SYNC_WAIT_SECONDS"] = str(SYNC_WAIT_S)
+    node.start()
+    system.await_api(node)
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(post, system, **BODY)
         (job,) = running(system, 1)
@@ -82,11 +106,9 @@ def test_a_wait_that_ends_while_the_state_server_is_away(start_system: StartSyst
     assert_completes(system, job)
 
 
-@pytest.mark.timeout(120)
-def test_a_node_that_stops_while_the_state_server_is_away(start_system: StartSystem) -> None:
+def test_a_node_that_stops_while_the_state_server_is_away(system: System) -> None:
     """A wait, a stream and a chat stream are cut off with the promise that their jobs go on. The node ends when the
     state server has been told so."""
-    system = start(start_system)
     (node,) = system.apis
     chat = {"model": SCRIPTED, "messages": [{"role": "user", "content": BODY["input"]}], "max_tokens": TOKENS + 10}
     with ThreadPoolExecutor(3) as pool:
@@ -109,11 +131,9 @@ def test_a_node_that_stops_while_the_state_server_is_away(start_system: StartSys
 
 
 @pytest.mark.parametrize("ends_by", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.timeout(120)
-def test_a_submit_that_was_refused_does_not_come_back(start_system: StartSystem, ends_by: signal.Signals) -> None:
+def test_a_submit_that_was_refused_does_not_come_back(system: System, ends_by: signal.Signals) -> None:
     """The state server hangs, a background submit is answered 503, and the node ends before the server goes on: what it
     then reads of the submit is too late."""
-    system = start(start_system)
     (node,) = system.apis
     system.ended(system.submit("say x"))
     with system.client() as client:

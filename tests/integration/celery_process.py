@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from tasks.config import Settings, load_configuration
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
+#: What Celery calls a worker that got no name.
+UNNAMED = f"celery@{socket.gethostname()}"
 
 
 class Site:
@@ -79,8 +82,9 @@ class Site:
         )
 
     def inspect(self, command: str) -> dict[str, Any]:
-        """`celery inspect COMMAND`, by node."""
-        done = self.celery("inspect", "--timeout", "3", "--json", command)
+        """`celery inspect COMMAND`, by node; asked of the worker that was started without a name, and over when it has
+        answered."""
+        done = self.celery("inspect", "--timeout", "20", "--destination", UNNAMED, "--json", command)
         answers: dict[str, Any] = json.loads(done.stdout or "{}")
         return answers
 

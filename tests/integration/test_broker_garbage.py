@@ -23,21 +23,6 @@ CANARY = "ZQ-CANARY-44"
 CALL = {"prompt": CANARY, "max_tokens": 2, "temperature": 0.0}
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A state server of this module, with one worker on it."""
-    with StateServer(tmp_path_factory.mktemp("state")) as server:
-        site = Site(server.url, tmp_path_factory.mktemp("site"))
-        yield site
-        site.close()
-
-
-@pytest.fixture(scope="module")
-def worker(site: Site) -> Worker:
-    """The worker that gets all of it."""
-    return site.worker()
-
-
 @pytest.fixture
 def broker(site: Site) -> Iterator[Client]:
     """The broker as anybody reaches it."""

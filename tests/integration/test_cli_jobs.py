@@ -30,11 +30,16 @@ MODEL = "tiny"
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """A user of this test alone, whose only model needs no files."""
+    return environment_in(tmp_path)
+
+
+def environment_in(folder: Path) -> dict[str, str]:
+    """The variables of a user with this folder."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GENPOOL_")}
     return {
         **inherited,
         "PYTHONPATH": str(ROOT),
-        "GENPOOL_STATE__FOLDER": str(tmp_path / "state"),
+        "GENPOOL_STATE__FOLDER": str(folder / "state"),
         "GENPOOL_MODELS__SMOLLM2_135M_INSTRUCT__ENABLED": "false",
         "GENPOOL_MODELS__TINY__SOURCE": "random:1",
     }
@@ -158,17 +163,28 @@ def test_an_interrupt_cancels_the_job_and_stops_the_worker(environment: dict[str
         assert RankRegistry(store, MODEL).live() == []
 
 
+@pytest.fixture(scope="module", autouse=True)
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """`generate` with a model that cannot be loaded, and its user's folder. It ends after some pauses, during which the
+    other tests run."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "broken.gguf").write_bytes(b"not a model")
+    source = {"GENPOOL_MODELS__TINY__SOURCE": str(folder / "broken.gguf")}
+    with start(environment_in(folder) | source, "generate", "Hello") as process:
+        yield process, folder
+        process.kill()
+
+
 def test_a_worker_that_cannot_start_is_reported_with_its_last_lines(
-    environment: dict[str, str], tmp_path: Path
+    broken: tuple[subprocess.Popen[str], Path],
 ) -> None:
     """Nobody waits for a worker that keeps dying."""
-    (tmp_path / "broken.gguf").write_bytes(b"not a model")
-    environment["GENPOOL_MODELS__TINY__SOURCE"] = str(tmp_path / "broken.gguf")
-    code, out, err = run(environment, "generate", "Hello")
-    assert (code, out) == (1, "")
+    process, folder = broken
+    out, err = process.communicate(timeout=90)
+    assert (process.returncode, out) == (1, "")
     assert f"worker {MODEL} ended 3 times in a row" in err
     assert "cannot be served" in err
-    assert not answers(socket_url(tmp_path / "state"))
+    assert not answers(socket_url(folder / "state"))
 
 
 def test_generate_leaves_others_jobs_to_others(environment: dict[str, str], server: StateServer) -> None:

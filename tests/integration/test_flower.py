@@ -10,11 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from pool.store.server import StateServer
 from tasks.client import Client
 from tasks.payloads import Sampling, TextPrompt
 from tests.builders import request
-from tests.integration.celery_process import ROOT, Site
+from tests.integration.celery_process import ROOT, Site, Worker
 from tests.processes import free_port
 from tests.waiting import wait_until
 
@@ -22,19 +21,9 @@ CANARY = "ZQ-CANARY-17"
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A state server with one worker."""
-    with StateServer(tmp_path_factory.mktemp("state")) as server:
-        site = Site(server.url, tmp_path_factory.mktemp("site"))
-        # Flower turns events on by itself, after a while; -E shows the first jobs too, as `genpool up --flower` does.
-        site.worker("-E")
-        yield site
-        site.close()
-
-
-@pytest.fixture(scope="module")
-def flower(site: Site) -> Iterator[str]:
+def flower(site: Site, worker: Worker) -> Iterator[str]:
     """The address of a running Flower that has heard the worker."""
+    assert worker.process.poll() is None
     port = free_port()
     command = ["-m", "celery", "-A", "tasks", "flower", "--address=127.0.0.1", f"--port={port}"]
     log = (site.folder / "flower.log").open("wb")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from pool.store import inputs
@@ -23,22 +21,6 @@ KEYS = ModelKeys("tiny:0")
 LONG = "The way that can be told is not the way. " * 120
 
 
-@pytest.fixture
-def site(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A state server without workers yet."""
-    site = Site(redis_url, tmp_path_factory.mktemp("site"))
-    yield site
-    site.close()
-
-
-@pytest.fixture
-def jobs(site: Site) -> Iterator[Client]:
-    """A client of the site."""
-    client = Client(site.settings)
-    yield client
-    client.close()
-
-
 def ended(jobs: Client, job: str) -> JobRecord:
     """The record once it is terminal."""
     wait_until(lambda: jobs.get(job).terminal, description="the job to end", timeout_s=60)
@@ -52,22 +34,22 @@ def first_block(client: StateClient, job: str) -> str:
 
 
 def test_a_long_prompt_arrives_whole_or_fails_by_name(
-    site: Site, jobs: Client, client: StateClient, monkeypatch: pytest.MonkeyPatch
+    fresh_site: Site, fresh_jobs: Client, client: StateClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sent before any worker was there, tokenized at the door, or inside its record: the same answer each time.
     One that lost a block fails, and its worker goes on."""
-    lost = jobs.submit(request(prompt=TextPrompt(text="! " + LONG)))
-    whole = jobs.submit(request(prompt=TextPrompt(text=LONG)))
+    lost = fresh_jobs.submit(request(prompt=TextPrompt(text="! " + LONG)))
+    whole = fresh_jobs.submit(request(prompt=TextPrompt(text=LONG)))
     assert client.delete(first_block(client, lost)) == 1
     assert client.exists(first_block(client, whole))
-    site.worker()
-    assert (ended(jobs, lost).state, ended(jobs, lost).error_code) == ("failed", "input_lost")
-    tokenized = jobs.submit(request(prompt=TextPrompt(text=LONG)))
+    fresh_site.worker()
+    assert (ended(fresh_jobs, lost).state, ended(fresh_jobs, lost).error_code) == ("failed", "input_lost")
+    tokenized = fresh_jobs.submit(request(prompt=TextPrompt(text=LONG)))
     assert first_block(client, tokenized) != first_block(client, whole)
     monkeypatch.setattr(inputs, "INLINE_BYTES", 2**20)
-    inline = jobs.submit(request(prompt=TextPrompt(text=LONG)))
+    inline = fresh_jobs.submit(request(prompt=TextPrompt(text=LONG)))
     assert client.hget(KEYS.job(parse_ref(inline).token), "blocks") is None
-    answers = [ended(jobs, job) for job in (whole, tokenized, inline)]
+    answers = [ended(fresh_jobs, job) for job in (whole, tokenized, inline)]
     assert len({(answer.outputs, answer.prompt_tokens) for answer in answers}) == 1
     assert answers[0].prompt_tokens == 1920
     assert Audit(client, "tiny").run() == []

@@ -19,7 +19,9 @@ from tests.webapp.api_process import ApiProcess
 from workers.weights import ensure_weights
 
 MODEL = "smollm2-135m-instruct"
-TOKENS = 200
+TOKENS = 80
+#: Events after which a stream is disturbed.
+SEEN = 16
 PROMPT = "Write a story about a lighthouse keeper and a whale."
 
 pytestmark = pytest.mark.timeout(600)
@@ -42,9 +44,9 @@ def workers(site: Site) -> list[Worker]:
     return [site.worker(model=MODEL), site.worker(model=MODEL)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nodes(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ApiProcess]]:
-    """Two API nodes on the same state."""
+    """Two API nodes on the same state; a test that kills one starts it again."""
     settings = {
         "MODELS__SMOLLM2_135M_INSTRUCT__ENABLED": "true",
         "WORKER__LEASE_SECONDS": "1.5",
@@ -97,7 +99,7 @@ def generation(sampling: dict[str, Any]) -> GenerationRequest:
 
 
 def body(sampling: dict[str, Any]) -> dict[str, Any]:
-    """A background response of exactly 200 tokens, streamed."""
+    """A background response of exactly so many tokens, streamed."""
     return {
         "model": MODEL,
         "input": PROMPT,
@@ -137,7 +139,7 @@ def test_a_stream_outlives_its_worker_and_its_node(
     url = f"{nodes[0].base_url}/v1/responses"
     with httpx.stream("POST", url, json=body(SAMPLINGS[name]), timeout=120) as response:
         stream.attach(response)
-        stream.read(until=40)
+        stream.read(until=SEEN)
         record = jobs.get(stream.id)
         (pid,) = [rank["pid"] for rank in site.ranks(MODEL) if rank["id"] == record.rank]
         victim = next(worker for worker in workers if worker.process.pid == pid)
@@ -157,6 +159,7 @@ def test_a_stream_outlives_its_worker_and_its_node(
     assert jobs.get(stream.id).outputs[0].text == undisturbed[name]
     jobs.close()
     workers.append(site.worker(model=MODEL))
+    nodes[0].start()
 
 
 def test_an_official_client_gets_an_answer(workers: list[Worker], nodes: list[ApiProcess]) -> None:

@@ -127,6 +127,16 @@ def up(tmp_path: Path) -> Iterator[Up]:
         running.end()
 
 
+@pytest.fixture(scope="module")
+def shared_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """One for those tests that leave it as it was."""
+    running = Up(tmp_path_factory.mktemp("shared"))
+    try:
+        yield running
+    finally:
+        running.end()
+
+
 def test_it_serves_survives_every_death_and_leaves_nothing(up: Up) -> None:
     """State server, worker and API are killed one after the other; each time the same request gets the same answer."""
     expected = up.text()
@@ -143,38 +153,45 @@ def test_it_serves_survives_every_death_and_leaves_nothing(up: Up) -> None:
     assert sorted(path.name for path in up.folder.iterdir()) == ["appendonlydir", "server.lock", "valkey.log"]
 
 
-def test_a_worker_that_keeps_dying_takes_nothing_along(up: Up) -> None:
+def test_a_worker_that_keeps_dying_takes_nothing_along(shared_up: Up) -> None:
     """However often: the API and the state server stay, each restart is announced, and once it lives, it serves."""
-    everything = {words: up.children(words) for words in ("valkey-server", "gunicorn")}
+    everything = {words: shared_up.children(words) for words in ("valkey-server", "gunicorn")}
     for times in range(1, 6):
-        (worker,) = wait_until(lambda: up.children("celery"), description="a worker", timeout_s=20)
+        (worker,) = wait_until(lambda: shared_up.children("celery"), description="a worker", timeout_s=20)
         os.kill(worker, signal.SIGKILL)
         often = f", {times} times in a row" if times > 1 else ""
         line = f"worker tiny ended with signal 9{often}; starting it again in {0.5 * 2 ** (times - 1):g} s\n"
-        wait_until(lambda line=line: line in up.lines, description=line)
-        assert up.ask("GET", "/healthz")[0] == 200
-    assert {words: up.children(words) for words in everything} == everything
-    wait_until(lambda: up.ask("GET", "/readyz")[0] == 200, description="readiness", timeout_s=60)
-    assert up.text()
+        wait_until(lambda line=line: line in shared_up.lines, description=line)
+        assert shared_up.ask("GET", "/healthz")[0] == 200
+    assert {words: shared_up.children(words) for words in everything} == everything
+    wait_until(lambda: shared_up.ask("GET", "/readyz")[0] == 200, description="readiness", timeout_s=60)
+    assert shared_up.text()
 
 
-def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(tmp_path: Path) -> None:
-    """At the very first start nothing else would tell."""
-    (tmp_path / "broken.gguf").write_bytes(b"not a model")
-    environment = up_environment(tmp_path / "state") | {"GENPOOL_MODELS__TINY__SOURCE": str(tmp_path / "broken.gguf")}
-    done = subprocess.run(
+@pytest.fixture(scope="module", autouse=True)
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """A genpool of a model that cannot be loaded. It ends after some pauses, during which the other tests run."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "broken.gguf").write_bytes(b"not a model")
+    with subprocess.Popen(
         [sys.executable, str(ROOT / "genpool.py"), "up", "--port", "0"],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
+        env=up_environment(folder / "state") | {"GENPOOL_MODELS__TINY__SOURCE": str(folder / "broken.gguf")},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "worker tiny ended 5 times in a row" in done.stdout
-    assert "tiny: cannot be served" in done.stdout.rpartition("Its last lines:")[2]
-    assert "genpool is ready" not in done.stdout
+    ) as process:
+        yield process
+        process.kill()
+
+
+def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(broken: subprocess.Popen[str]) -> None:
+    """At the very first start nothing else would tell."""
+    output, _ = broken.communicate(timeout=100)
+    assert broken.returncode == 1
+    assert "worker tiny ended 5 times in a row" in output
+    assert "tiny: cannot be served" in output.rpartition("Its last lines:")[2]
+    assert "genpool is ready" not in output
 
 
 def test_the_ready_line_names_flower(tmp_path: Path) -> None:
@@ -214,11 +231,11 @@ def test_a_killed_supervisor_takes_everything_along(up: Up) -> None:
         again.end()
 
 
-def test_a_second_one_on_the_same_folder_is_refused(up: Up) -> None:
+def test_a_second_one_on_the_same_folder_is_refused(shared_up: Up) -> None:
     """One state server a folder; the first goes on."""
     second = subprocess.run(
         [sys.executable, str(ROOT / "genpool.py"), "up", "--port", "0"],
-        env=up.environment,
+        env=shared_up.environment,
         capture_output=True,
         text=True,
         timeout=60,
@@ -226,6 +243,6 @@ def test_a_second_one_on_the_same_folder_is_refused(up: Up) -> None:
     )
     assert second.returncode == 1
     assert second.stderr == (
-        f"Error: The state folder {up.folder} is in use by another genpool (process {up.process.pid}).\n"
+        f"Error: The state folder {shared_up.folder} is in use by another genpool (process {shared_up.process.pid}).\n"
     )
-    assert up.ask("GET", "/readyz")[0] == 200
+    assert shared_up.ask("GET", "/readyz")[0] == 200

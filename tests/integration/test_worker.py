@@ -19,7 +19,6 @@ from pool.errors import InvalidRequest
 from pool.store.connection import connect
 from pool.store.ids import new_ref, parse_ref
 from pool.store.keys import ModelKeys
-from pool.store.server import StateServer
 from pool.store.stored_jobs import erase
 from tasks.celery import create_app
 from tasks.client import Client
@@ -33,34 +32,15 @@ LONG = {"max_tokens": 1900, "sampling": Sampling(temperature=0.0, ignore_eos=Tru
 CANARY = "ZQ-CANARY-17"
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A state server of this module, with one worker on it."""
-    with StateServer(tmp_path_factory.mktemp("state")) as server:
-        site = Site(server.url, tmp_path_factory.mktemp("site"))
-        yield site
-        site.close()
-
-
-@pytest.fixture(scope="module")
-def worker(site: Site) -> Worker:
-    """The worker that most tests share."""
-    return site.worker("-E")
-
-
-@pytest.fixture
-def jobs(site: Site, worker: Worker) -> Iterator[Client]:
-    """A client of the site, the worker running."""
+@pytest.fixture(autouse=True)
+def _a_worker_serves(worker: Worker) -> None:
+    """All tests share one, which none of them may end."""
     assert worker.process.poll() is None
-    client = Client(site.settings)
-    yield client
-    client.close()
 
 
 @pytest.fixture(scope="module")
-def app(site: Site, worker: Worker) -> Iterator[Celery]:
+def app(site: Site) -> Iterator[Celery]:
     """A Celery application as a caller has it; one for the module, because Celery's connection pools are global."""
-    assert worker.process.poll() is None
     app = create_app(site.settings)
     yield app
     # Results unsubscribe when they are collected, which must happen while their backend lives.
@@ -147,24 +127,6 @@ def test_bad_calls_are_refused_with_the_argument_named(app: Celery) -> None:
     with pytest.raises(InvalidRequest, match="max_tokens"):
         answer(app.send_task("genpool.generate", kwargs={"prompt": "x", "max_tokens": 0}, queue="tiny"))
     assert answer(task.delay(model="tiny", prompt="x", max_tokens=1))["usage"]["output_tokens"] == 1
-
-
-def test_a_pickled_message_is_refused_unread(site: Site, app: Celery, jobs: Client) -> None:
-    """JSON only: a message of another content type is dropped, its payload never loaded, the worker lives."""
-    canary = site.folder / "canary"
-    with app.connection_for_write() as connection:
-        producer = connection.Producer()
-        producer.publish(
-            b"cposix\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR.",
-            content_type="application/x-python-serialize",
-            content_encoding="binary",
-            routing_key="tiny",
-            exchange="",
-            headers={"task": "genpool.generate", "id": "x"},
-        )
-    job = jobs.submit(request())
-    assert ended(jobs, job) == "incomplete"
-    assert not canary.exists()
 
 
 def test_inspect_shows_running_generations(site: Site, jobs: Client) -> None:

@@ -4,16 +4,29 @@ stored."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
+from pool.store.server import StateServer
+from tests.webapp.conftest import settings_for
 from tests.webapp.playing_worker import CONTEXT_LENGTH, MODEL, PlayingWorker
+from webapp.app import create_app
 
 #: A worker has published the model, so everything is checked before queueing.
 pytestmark = pytest.mark.usefixtures("worker")
+
+
+@pytest.fixture(scope="module")
+def http(state_server: StateServer) -> Iterator[FlaskClient]:
+    """Flask's own client of one application for all these tests; the state server is emptied between them."""
+    app = create_app(settings_for(state_server.url))
+    yield app.test_client()
+    app.extensions["genpool"].close()
+
 
 RESPONSES = "/v1/responses"
 CHAT = "/v1/chat/completions"
