@@ -80,6 +80,19 @@ class MemberError:
 StepResult = StepLogits | CacheMiss | MemberError
 
 
+@dataclass(frozen=True, slots=True)
+class KVUsage:
+    """In positions, each counted once however many sessions share it. `held`: by sessions, room they were given and
+    have not filled included, or pinned for a holder; `pinned`: that part; `cached`: what later sessions may begin with,
+    given up when room is needed. The rest of `total` is free. `evictions`: units given up since the start."""
+
+    total: int
+    held: int
+    pinned: int
+    cached: int
+    evictions: int
+
+
 class Engine(Protocol):
     """An in-process model. All methods are called from one thread; none may end the process."""
 
@@ -108,28 +121,59 @@ class Engine(Protocol):
 
     def capability(self) -> Capability: ...
 
-    def step(self, batch: Sequence[Member]) -> list[StepResult]:
-        """Run one batch of decode rows and prefill chunks together; one result per member, in order.
+    def begin(self, session: str, epoch: int, prompt: TokenIds, positions: int, scope: str = "") -> int | None:
+        """Make room for a new session that will hold `positions` of KV, and let it begin with what is held of `prompt`
+        (P,) already, in the same `scope`: nothing is shared between scopes.
 
-        A (session, epoch) may appear once in a batch. A member whose `start` differs from the positions held is a
-        CacheMiss, unless start == 0, which begins the session (dropping what an equal (session, epoch) held).
+        Returns how many positions it holds from the start: a multiple of `prefill_grid`, less than P. None: there is no
+        room now, and nothing has happened. Raises ValueError for a session that has begun.
         """
         ...
 
-    def release(self, session: str, epoch: int) -> None:
-        """Forget the session's KV. Idempotent; another epoch's KV is untouched."""
+    def extend(self, session: str, epoch: int, positions: int) -> bool:
+        """More room, up to `positions` in all. False: there is none now, and nothing has happened."""
         ...
 
-    def share_prefix(self, source: tuple[str, int], target: tuple[str, int], positions: int) -> bool:
-        """Let `target` begin with the first `positions` of `source`'s KV. False: unsupported or missing."""
+    def resident(self, prompt: TokenIds, scope: str = "") -> int:
+        """How many positions a session of this prompt would hold from the start."""
+        ...
+
+    def step(self, batch: Sequence[Member]) -> list[StepResult]:
+        """Run one batch of decode rows and prefill chunks together; one result per member, in order.
+
+        A (session, epoch) may appear once in a batch. One that has not begun, or holds another number of positions than
+        `start`, is a CacheMiss. Positions beyond its room are a MemberError.
+        """
+        ...
+
+    def release(
+        self, session: str, epoch: int, *, tokens: TokenIds | None = None, scope: str = "", holder: str = ""
+    ) -> None:
+        """Forget the session. Idempotent; another epoch's KV is untouched.
+
+        What was prefilled of its prompt may stay for later sessions to begin with, while there is room. `tokens`, where
+        given: prompt and output of all its positions, which may then stay too. `holder`: what stays is kept for it,
+        whatever else needs room, in place of what it had kept before, until `unpin`.
+        """
+        ...
+
+    def unpin(self, holder: str) -> None:
+        """What was kept for the holder may be given up. Idempotent."""
         ...
 
     def snapshot(self, session: str, epoch: int) -> bytes | None:
         """The session's KV as bytes, or None where unsupported or missing."""
         ...
 
-    def restore(self, session: str, epoch: int, blob: bytes) -> bool:
-        """Put a snapshot back under (session, epoch). False: unsupported, damaged or of another fingerprint."""
+    def restore(self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = "") -> bool:
+        """Begin a session with a snapshot of it, with room for `positions`; it holds what it held then. False:
+        unsupported, damaged, of another fingerprint, or no room now; nothing has happened."""
+        ...
+
+    def kv_usage(self) -> KVUsage: ...
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when the books of its KV contradict themselves. Cheap enough for every idle moment."""
         ...
 
     def close(self) -> None:
@@ -141,7 +185,8 @@ class Engine(Protocol):
 class Generation:
     """One job as the runner sees it.
 
-    `job`: its token; `attempt`: the number of this hand-out, used as the KV epoch; `prompt` (P,) int32; `replay`: for
+    `job`: its token; `attempt`: the number of this hand-out, used as the KV epoch; `prompt` (P,) int32; `tenant`: whose
+    it is, the scope of its KV; `holder`: for whom its KV is kept after its end ("": for nobody); `replay`: for
     each of the `n` choices the token ids already logged by earlier attempts, which are forced, never drawn again;
     `max_tokens`: output tokens a choice may have, logged ones included.
     """
@@ -153,6 +198,8 @@ class Generation:
     max_tokens: int
     seed: int
     n: int = 1
+    tenant: str = ""
+    holder: str = ""
     replay: tuple[tuple[int, ...], ...] = ()
 
 
