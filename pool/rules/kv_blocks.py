@@ -1,7 +1,7 @@
 """KV in blocks: which session holds which, what is in them, and what is given up for room. The arrays are an engine's.
 
-A *block* is room for a fixed number of positions, and the unit of all counting here. A session's blocks in order are its
-*table*. A block that is full of known tokens has a *digest*, of its tokens and all those before them, so equal digests
+A *block* is room for a fixed number of positions, and the unit of all counting here. A session's blocks in order are
+its *table*. A block that is full of known tokens has a *digest*, of its tokens and all those before them, so equal digests
 mean equal content; whoever begins with the same tokens takes that very block into its table. It is never written again:
 a session writes behind what it began with. Digests begin with a *scope* (a tenant): nothing is shared between scopes,
 so nobody learns from a hit what others sent.
