@@ -43,11 +43,12 @@ class Verdict(Enum):
 
 class Arrival:
     """One request on its way in. `data` holds all bytes so far, perhaps those of a next request too; `end`, once the
-    verdict is WHOLE, is where this one ends."""
+    verdict is WHOLE, is where this one ends; if nobody can tell (`has_known_end`), the connection must end with it."""
 
     def __init__(self, body_limit_bytes: int) -> None:
         self.data = bytearray()
         self.end = 0
+        self.has_known_end = True
         self.waits_for_continue = False
         self._limit_bytes = body_limit_bytes
         self._head_bytes = 0
@@ -63,6 +64,7 @@ class Arrival:
                 return verdict
         if self._chunks is not None:
             verdict, self.end = self._chunks.look(self.data)
+            self.has_known_end = verdict is Verdict.MORE or self._chunks.at_end
             return verdict
         return Verdict.WHOLE if len(self.data) >= self.end else Verdict.MORE
 
@@ -117,6 +119,7 @@ class Arrival:
 
     def _as_it_is(self, verdict: Verdict) -> Verdict:
         self.end = len(self.data)
+        self.has_known_end = False
         return verdict
 
 
@@ -124,6 +127,7 @@ class _Chunks:
     """Finds the end of a chunked body."""
 
     def __init__(self, at: int, limit_bytes: int) -> None:
+        self.at_end = False
         self._at = at
         self._limit_bytes = limit_bytes
         self._skip = 0
@@ -143,6 +147,7 @@ class _Chunks:
             self._framing_bytes += len(line) + 4
             self._at = end + 2
             if self._in_trailers and not line:
+                self.at_end = True
                 return Verdict.WHOLE, self._at
             if not self._in_trailers and not self._begin_chunk(line):
                 return Verdict.WHOLE, len(data)

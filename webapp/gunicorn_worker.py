@@ -268,8 +268,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
         """Serve a request whose head was understood."""
         conn.sock.settimeout(SEND_LIMIT_S)
         req._expected_100_continue = False  # it was said when there was something to wait for
-        if conn.oversize:
-            req.body.oversize = True
+        req.body.oversize = conn.oversize
+        if not conn.arrival.has_known_end:
             req.force_close()
         try:
             return super().handle_request(req, conn)
@@ -289,9 +289,9 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
 
     def _keepalive_after(self, conn: Connection, keepalive: bool) -> bool:
         """Whether the connection may carry a further request: not if gunicorn and we disagree on where this one ends,
-        which would make one client's bytes another request."""
+        which would make one client's bytes another request. A body that nobody read is in memory: it is passed over
+        whole, where gunicorn's own reading gives up after 64 KiB, and with it a connection promised to the client."""
         try:
-            kept = super()._keepalive_after(conn, keepalive and not conn.oversize)
-            return bool(kept and not conn.parser.unreader.read())
+            return bool(keepalive and conn.parser.finish_body() and not conn.parser.unreader.read())
         except Exception:  # noqa: BLE001 - the answer has been given; whatever is wrong with the rest ends here
             return False

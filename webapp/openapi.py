@@ -17,11 +17,14 @@ from flask import Flask
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from webapp.auth import OPEN
 from webapp.schemas import answers, chat, completions, responses
 from webapp.schemas.dialect import Neutral
 
 VERSION = "3.1.0"
 _PATH_PART = re.compile(r"<(?:[a-z]+:)?([a-z_]+)>")
+#: Of routes that are not open to everybody.
+KEY_ERRORS = ("401", "403")
 #: Statuses whose answer is an Error, with what they mean here.
 ERRORS = {
     "400": "A field is wrong; `param` names it.",
@@ -108,8 +111,10 @@ def _operation(endpoint: str, path: str, doc: str, operation: Operation) -> dict
         "summary": re.split(r"(?<=[.:])\s", text, maxsplit=1)[0].rstrip(".:"),
         "description": " ".join(text.split()),
         "parameters": [*_path_parameters(path), *_query_parameters(operation)],
-        "responses": {"200": _success(operation)} | _errors(),
+        "responses": {"200": _success(operation)} | _errors(keyed=path not in OPEN),
     }
+    if path in OPEN:
+        described["security"] = []
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": _json(operation.body)}
         described["parameters"].append(
@@ -130,8 +135,9 @@ def _success(operation: Operation) -> dict[str, Any]:
     return {"description": (operation.answer.__doc__ or "").split("\n")[0], "content": content}
 
 
-def _errors() -> dict[str, Any]:
-    return {status: {"description": text, "content": _json(answers.Error)} for status, text in ERRORS.items()}
+def _errors(*, keyed: bool) -> dict[str, Any]:
+    given = {status: text for status, text in ERRORS.items() if keyed or status not in KEY_ERRORS}
+    return {status: {"description": text, "content": _json(answers.Error)} for status, text in given.items()}
 
 
 def _json(model: type[BaseModel]) -> dict[str, Any]:

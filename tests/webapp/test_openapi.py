@@ -42,6 +42,19 @@ def test_every_route_is_described(app: Flask, document: dict[str, Any]) -> None:
     assert all(operation["summary"] for methods in document["paths"].values() for operation in methods.values())
 
 
+def test_what_needs_a_key_says_so(document: dict[str, Any]) -> None:
+    """All but the probes: refusals of keys are described there, and nowhere else."""
+    keyless = {
+        path
+        for path, methods in document["paths"].items()
+        for operation in methods.values()
+        if operation.get("security") == [] and not {"401", "403"} & set(operation["responses"])
+    }
+    assert keyless == {"/healthz", "/health", "/readyz"}
+    others = [methods for path, methods in document["paths"].items() if path not in keyless]
+    assert all({"401", "403"} <= set(operation["responses"]) for methods in others for operation in methods.values())
+
+
 def test_real_answers_are_as_described(http: FlaskClient, worker: PlayingWorker, document: dict[str, Any]) -> None:
     """Each kind of answer, errors among them."""
     with worker.answering("x", reason="length"):
