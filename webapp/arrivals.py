@@ -7,7 +7,7 @@ gets the bytes of one request and no others: what is odd here is handed over at 
 |---|---|
 | part of a head, or of a body within the limit | MORE |
 | a head and all of its body; or something whose end nobody can tell | WHOLE |
-| a head that announces more than the limit, or a body that has passed it | OVERSIZE: answered without the rest |
+| a head that announces more than the limit, or a body that has passed it | OVERSIZE: answered without its body |
 | a request line, or a head, that is too long already | LINE_TOO_LONG, HEAD_TOO_LARGE |
 """
 
@@ -58,6 +58,14 @@ class Arrival:
     def feed(self, data: bytes) -> Verdict:
         """The verdict once these bytes have come as well."""
         self.data += data
+        verdict = self._verdict()
+        if verdict is Verdict.OVERSIZE:
+            # It is answered without its body, so nothing of that is kept.
+            del self.data[self._head_bytes :]
+            self.end = self._head_bytes
+        return verdict
+
+    def _verdict(self) -> Verdict:
         if not self._head_bytes:
             verdict = self._look_for_head()
             if verdict is not None:

@@ -210,8 +210,10 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
             is_first = conn.parser is None
             spent_s = time.monotonic() - conn.since_s if is_first else 0.0
             self._enter(conn, Phase.ARRIVING, max(self._receive_s - spent_s, 0.0))
-        self._held_bytes += len(data)
-        match conn.arrival.feed(data):
+        held_bytes = len(conn.arrival.data)
+        verdict = conn.arrival.feed(data)
+        self._held_bytes += len(conn.arrival.data) - held_bytes
+        match verdict:
             case Verdict.MORE:
                 if conn.arrival.waits_for_continue:
                     conn.arrival.waits_for_continue = False
@@ -221,7 +223,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
                 self._refuse(conn, raw_answers.line_too_long())
             case Verdict.HEAD_TOO_LARGE:
                 self._refuse(conn, raw_answers.head_too_large())
-            case Verdict.WHOLE | Verdict.OVERSIZE as verdict:
+            case Verdict.WHOLE | Verdict.OVERSIZE:
                 self._leave(conn)
                 conn.oversize = verdict is Verdict.OVERSIZE
                 conn.parser = get_parser(self.cfg, conn.arrival.pieces(), conn.client)

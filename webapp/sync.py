@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import time
 
+from pool.errors import StateUnavailable
+from pool.store.ids import JobRef
 from pool.store.jobs import View
 from pool.store.log import LogEntry
 from pool.store.records import JobRecord
@@ -38,7 +40,8 @@ def wait_for_end(
 ) -> tuple[JobRecord, tuple[LogEntry, ...]]:
     """The terminal record and the whole log, of which `first` is what was already read.
 
-    Raises StillRunning (the job goes on), ClientGone and JobUnknown. `cancels`: a client that goes away ends the job.
+    Raises StillRunning (the job goes on), ClientGone, JobUnknown and JobExpired. `cancels`: a client that goes away
+    ends the job.
     """
     deadline_s = time.monotonic() + node.settings.server.sync_wait_seconds
     look_s = time.monotonic() + TICK_S
@@ -46,9 +49,12 @@ def wait_for_end(
     while not record.terminal:
         now_s = time.monotonic()
         if now_s >= deadline_s:
+            last = _last_look(node, waiter.ref)
+            if last is not None and last.record.terminal:
+                return last.record, tuple(last.entries)
             node.waits.unwatch(waiter)
             node.waits.let_go(waiter.ref)
-            raise _still_running(node, record)
+            raise _still_running(node, last.record if last is not None else record)
         if now_s >= look_s:
             look_s = now_s + TICK_S
             if client_gone(sock):
@@ -64,6 +70,15 @@ def wait_for_end(
             record = view.record
             entries.extend(view.entries)
     return record, tuple(entries)
+
+
+def _last_look(node: Node, ref: JobRef) -> View | None:
+    """The job as it is now: who waits for an end hears of nothing else, so what it knows may be old. None while the
+    state server does not tell."""
+    try:
+        return node.store.view(ref)
+    except StateUnavailable:
+        return None
 
 
 def _still_running(node: Node, record: JobRecord) -> StillRunning:
