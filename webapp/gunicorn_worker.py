@@ -10,6 +10,7 @@ collects the bytes of all connections, and a request gets a thread once it has a
 | it announces too large a body | the same at once; the answer ends the connection |
 | its request line or its head is too long | 414, 431 |
 | it is not whole after `receive_seconds`, from accept or from its first byte | 408, cut |
+| it is not whole when the process ends | 503, cut |
 | no byte of a next request for `idle_seconds` | cut |
 | an answer that ends its connection was given | our side is shut; what still comes is read away, for a while |
 | no room for a further connection | the longest idle, else the longest arriving one is cut |
@@ -144,7 +145,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
         self._next_look_s = now_s + LOOK_S
         for conn in [conn for conn in self._open if force or conn.deadline_s <= now_s]:
             if conn.phase is Phase.ARRIVING:
-                self._say(conn, raw_answers.too_slow())
+                ending = force or now_s >= self._end_s
+                self._say(conn, raw_answers.stopping() if ending else raw_answers.too_slow())
             self._drop(conn)
 
     def notify(self) -> None:

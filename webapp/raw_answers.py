@@ -42,6 +42,12 @@ def too_busy() -> bytes:
     return raw_answer(503, "too_many_bodies", "Too many large requests are arriving at this node.", headers)
 
 
+def stopping() -> bytes:
+    """The process ends before the request has arrived; sent again, it reaches another or the next."""
+    headers = {"Retry-After": "1", "x-should-retry": "true"}
+    return raw_answer(503, "node_stopping", "This node is shutting down; nothing of this request was read.", headers)
+
+
 def line_too_long() -> bytes:
     """The request line is over the limit."""
     return raw_answer(414, "uri_too_long", "The request line is too long.")
