@@ -86,7 +86,7 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
         launch.remove_metrics(settings, port)
         supervisor = Supervisor(plan)
         url = launch.base_url(host, port)
-        ready = f"genpool is ready: {url}/v1 serves {', '.join(models) or 'no model'}"
+        ready = f"genpool is ready: {url}/v1 serves {', '.join(models) or 'no model'}; examples are at {url}/docs"
         if flower:
             ready += f"; Flower is at {launch.base_url(launch.FLOWER_HOST, flower_port)}"
         code = supervisor.run(on_ready=lambda: supervisor.output.line(ready))

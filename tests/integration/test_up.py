@@ -200,7 +200,8 @@ def test_the_ready_line_names_flower(tmp_path: Path) -> None:
     port = free_port()
     running = Up(tmp_path, "--flower", "--flower-port", str(port))
     try:
-        assert running.ready.endswith(f"serves tiny; Flower is at http://127.0.0.1:{port}")
+        docs = f"examples are at http://127.0.0.1:{running.port}/docs"
+        assert running.ready.endswith(f"serves tiny; {docs}; Flower is at http://127.0.0.1:{port}")
         running.port = port
         wait_until(lambda: running.ask("GET", "/healthcheck")[0] == 200, description="Flower", timeout_s=30)
         running.process.send_signal(signal.SIGINT)
