@@ -42,6 +42,7 @@ CLOCK_LIMIT_S = 2.0
 #: Free disk space that a healthy machine has; the state folder also needs room to rewrite its log.
 DISK_RESERVE_BYTES = 512 * 2**20
 PROBE_TIMEOUT_S = 2.0
+KEYS_REMEDY = "Check server.keys_file and GENPOOL_API_KEYS. API processes that run keep the keys they had until then."
 
 #: What is wrong with the weights of a source; None: nothing.
 WeightsFault = Callable[[str], str | None]
@@ -231,7 +232,7 @@ def _keys(settings: Settings) -> Finding:
         ring = KeyRing(settings)
         check_exposed(settings.server.host, keyed=ring.required)
     except ConfigurationError as error:
-        return Finding("api keys", FAILED, error.message, "Check server.keys_file and GENPOOL_API_KEYS.")
+        return Finding("api keys", FAILED, error.message, KEYS_REMEDY)
     file = Path(settings.server.keys_file).expanduser() if settings.server.keys_file else None
     if file is not None and file.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return Finding("api keys", FAILED, f"others can write to {file}", f"Run: chmod go-w {file}")

@@ -27,11 +27,12 @@ _PATH_PART = re.compile(r"<(?:[a-z]+:)?([a-z_]+)>")
 KEY_ERRORS = ("401", "403")
 #: Statuses whose answer is an Error, with what they mean here.
 ERRORS = {
-    "400": "A field is wrong; `param` names it.",
+    "400": "A field is wrong; `param` names it. Or what is to be cancelled has already ended.",
     "401": "No key, or a wrong one.",
     "403": "This key may not do that.",
     "404": "There is no such model or generation.",
-    "409": "The Idempotency-Key stands for another request, or the generation was cancelled.",
+    "409": "The Idempotency-Key stands for another request. Or the chat completion or completion that was waited for "
+    "was cancelled; a response then answers 200 with `status: cancelled`.",
     "410": "The generation has ended and is no longer stored.",
     "413": "The body is too large.",
     "415": "The body is not plain JSON.",
@@ -44,9 +45,10 @@ ERRORS = {
 
 @dataclass(frozen=True)
 class Operation:
-    """What a view takes and gives. `unsupported`: options of the body that are accepted at neutral values only."""
+    """What a view takes and gives. `answer`: a model of the JSON, or another media type; `unsupported`: options of the
+    body that are accepted at neutral values only."""
 
-    answer: type[BaseModel]
+    answer: type[BaseModel] | str
     body: type[BaseModel] | None = None
     unsupported: Mapping[str, Neutral] | None = None
     query: type[BaseModel] | None = None
@@ -74,6 +76,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "models.one": Operation(answers.Model),
     "health.healthz": Operation(answers.Health),
     "health.readyz": Operation(answers.Health),
+    "docs.page": Operation("text/html"),
+    "docs.openapi": Operation("application/json"),
+    "metrics": Operation("text/plain"),
 }
 
 
@@ -129,6 +134,9 @@ def _operation(endpoint: str, path: str, doc: str, operation: Operation) -> dict
 
 
 def _success(operation: Operation) -> dict[str, Any]:
+    if isinstance(operation.answer, str):
+        kind = "object" if operation.answer == "application/json" else "string"
+        return {"description": "The whole of it.", "content": {operation.answer: {"schema": {"type": kind}}}}
     content: dict[str, Any] = _json(operation.answer)
     if operation.stream:
         content["text/event-stream"] = {"schema": {"type": "string", "description": operation.stream}}
@@ -163,7 +171,9 @@ def _query_parameters(operation: Operation) -> Iterator[dict[str, Any]]:
 def _schemas() -> dict[str, Any]:
     models: list[type[BaseModel]] = [answers.Error]
     for operation in OPERATIONS.values():
-        models += [model for model in (operation.answer, operation.body) if model is not None]
+        models += [
+            model for model in (operation.answer, operation.body) if model is not None and not isinstance(model, str)
+        ]
     _, found = models_json_schema(
         [(model, "validation") for model in dict.fromkeys(models)], ref_template="#/components/schemas/{model}"
     )

@@ -135,12 +135,15 @@ def test_clocks_that_differ_are_named(settings: Settings, off_s: float) -> None:
 
 @pytest.mark.usefixtures("worker")
 def test_a_port_is_free_ours_or_taken(settings: Settings, server: StateServer, tmp_path: Path) -> None:
-    """A stranger on it is a failure, a genpool is not."""
+    """A stranger on it is a failure, a genpool is not; `--port` looks where `genpool up --port` put it."""
     assert "free" in found(settings)["api port"].detail
     with socket.create_server((settings.server.host, settings.server.port)):
         assert failed(settings) == {"api port"}
     node = ApiProcess(server.url, tmp_path / "node").start()
     try:
+        command = ["--config", str(tmp_path / "genpool.toml"), "doctor", "--json", "--port", str(node.port)]
+        looked = {entry["check"]: entry for entry in json.loads(CliRunner().invoke(cli, command).output)}
+        assert looked["api port"]["detail"] == f"genpool answers at 127.0.0.1:{node.port}"
         ours = settings_of(tmp_path, f'[state]\nurl = "{server.url}"\n[server]\nport = {node.port}\n')
         assert "genpool answers" in found(ours)["api port"].detail
     finally:
@@ -168,6 +171,7 @@ def test_keys_are_there_when_they_must_be(server: StateServer, tmp_path: Path, m
     assert "can write" in found(settings)["api keys"].detail
     file.write_text(f"{key}\n")
     assert "line 1" in found(settings)["api keys"].detail
+    assert "keep the keys they had" in found(settings)["api keys"].remedy
     assert key not in repr(found(settings))
 
 

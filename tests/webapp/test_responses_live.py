@@ -153,6 +153,40 @@ def test_live_and_replayed_events_are_identical(
         assert replay(other_node, job, after) == live[after + 1 :]
 
 
+@pytest.mark.parametrize("ending", ["completed", "failed", "cancelled"])
+@pytest.mark.parametrize("background", [True, False])
+def test_a_number_after_the_end_is_refused(
+    raw: httpx.Client, worker: PlayingWorker, other_node: ApiProcess, ending: str, background: bool
+) -> None:
+    """Once the response has ended, by naming the last number; at that the stream is empty, and while the response runs
+    any number may still come."""
+    body = {"model": MODEL, "input": "Tell", "stream": True, "background": background}
+    with raw.stream("POST", "/v1/responses", json=body) as answer:
+        events = frames(answer.iter_lines())
+        live = [next(events)]
+        job = live[0]["response"]["id"]
+        turn = worker.take()
+        worker.say(turn, "a", "", "b")
+        url = f"{other_node.base_url}/v1/responses/{job}"
+        query = {"stream": "true", "starting_after": "2000"}
+        with httpx.stream("GET", url, params=query, timeout=20) as running:
+            assert running.status_code == 200
+        if ending == "cancelled":
+            assert raw.post(f"/v1/responses/{job}/cancel").status_code == 200
+        elif ending == "failed":
+            worker.fail(turn, "engine_error")
+        else:
+            worker.finish(turn)
+        live.extend(events)
+    last = live[-1]["sequence_number"]
+    assert replay(other_node, job, last) == []
+    for after in (last + 1, 2000):
+        refused = httpx.get(url, params={"stream": "true", "starting_after": str(after)}, timeout=20)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "starting_after")
+        assert error["message"].endswith(f"its last event has the number {last}.")
+
+
 def test_takeover_shows_no_event(raw: httpx.Client, worker: PlayingWorker) -> None:
     """A job that goes back to the queue and on to another attempt continues its stream as if nothing had happened."""
     body = {"model": MODEL, "input": "Tell", "stream": True}

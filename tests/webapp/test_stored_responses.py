@@ -199,15 +199,19 @@ def test_what_cannot_be_continued_is_refused_by_name(
 ) -> None:
     """Unknown, deleted or expired: 404. Not completed, not stored, or of several choices: 400. Nothing is queued."""
 
+    messages: list[str] = []
+
     def refusal(previous: str) -> tuple[int, str]:
         answer = raw.post("/v1/responses", json={"model": MODEL, "input": "x", "previous_response_id": previous})
         error = answer.json()["error"]
+        messages.append(error["message"])
         assert (answer.status_code == 404) == (error["code"] == "previous_response_not_found")
         return answer.status_code, error["param"]
 
     running = openai.responses.create(model=MODEL, input="Long", background=True).id
     turn = worker.take()
     assert refusal(running) == (400, "previous_response_id")
+    assert messages == ["The previous response is running; only a completed or an incomplete one goes on."]
     worker.finish(turn)
     with worker.answering("x"):
         chat = openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], n=2).id

@@ -15,6 +15,8 @@ Jobs of other doors are shown the same way; each choice is one output item.
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -136,6 +138,13 @@ class ResponsesStream:
         self._next = 0
         self._stage = 0
         self._texts: list[list[str]] = [[] for _ in range(record.n)]
+
+    @classmethod
+    def last_number(cls, view: View) -> int:
+        """The sequence number of the last event of a job that has ended; `view`: all of it."""
+        stream = cls(view.record, after=sys.maxsize)
+        deque(stream.feed(view), maxlen=0)  # no event is after all numbers
+        return stream._next - 1
 
     def feed(self, view: View) -> Iterator[str]:
         """The events that follow from a view. Preamble events come when they are true: created at once, in_progress
