@@ -108,7 +108,7 @@ class JobStream:
 
     def _follow(self) -> Iterator[bytes]:
         keepalive_s = self._node.settings.server.keepalive_seconds
-        spoke_s = time.monotonic()
+        spoke_s = looked_s = time.monotonic()
         while not self._renderer.ended:
             view = self._waiter.next(min(TICK_S, spoke_s + keepalive_s - time.monotonic()))
             if view is not None:
@@ -116,8 +116,10 @@ class JobStream:
                 if chunk:
                     yield chunk
                     spoke_s = time.monotonic()
-            elif client_gone(self._sock):
-                return
+            if (view is None or time.monotonic() - looked_s >= TICK_S) and not self._renderer.ended:
+                looked_s = time.monotonic()
+                if client_gone(self._sock):
+                    return
             if self._node.stopping() and not self._renderer.ended:
                 self._cut = True
                 last_words = b"".join(self._frames(self._renderer.cut()))
