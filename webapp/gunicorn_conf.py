@@ -21,7 +21,7 @@ from typing import Any
 
 from tasks.api_keys import KeyRing, check_exposed
 from tasks.config import load_settings
-from webapp.arrivals import LINE_BYTES
+from webapp.arrivals import FIELDS, LINE_BYTES
 
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 #: Files a process opens beside its clients' connections.
@@ -44,7 +44,7 @@ worker_connections = threads + 512  # the surplus is connections that hold no th
 backlog = 2048
 keepalive = 1  # for how long is the worker's: server.idle_seconds
 limit_request_line = limit_request_field_size = LINE_BYTES
-limit_request_fields = 100
+limit_request_fields = FIELDS
 timeout = 60
 graceful_timeout = 10
 control_socket_disable = True
