@@ -2,7 +2,7 @@
 
 Stopping (SIGTERM): a process stops accepting; open Responses streams break within a second, so that their clients
 continue on another node from the last `sequence_number`; chat streams end with an error in band; synchronous requests
-may still finish for 2 s and are then answered with the id of their job, which goes on. Whatever is left after
+may still finish for 2 s and are then answered (504) with the id of their job, which goes on. Whatever is left after
 `graceful_timeout` is cut. No job is cancelled by a stop, unless the state server is away all that time: whose reader is
 gone it learns only from the process.
 

@@ -6,6 +6,8 @@ import socket
 import time
 
 from pool.errors import StateUnavailable
+from pool.rules import jobs
+from pool.store import stored_jobs
 from pool.store.ids import JobRef
 from pool.store.jobs import View
 from pool.store.log import LogEntry
@@ -20,6 +22,7 @@ from webapp.waits import Waiter
 TICK_S = 1.0
 #: A stopping process answers its synchronous requests after this long; see `webapp.gunicorn_conf`.
 STOP_GRACE_S = 2.0
+PATH = "/v1/responses/"
 
 
 def generate(node: Node, order: Order, sock: socket.socket | None) -> tuple[JobRecord, tuple[LogEntry, ...]]:
@@ -54,7 +57,9 @@ def wait_for_end(
                 return last.record, tuple(last.entries)
             node.waits.unwatch(waiter)
             node.waits.let_go(waiter.ref)
-            raise _still_running(node, last.record if last is not None else record)
+            if last is None:
+                raise _still_running(node, record, None)
+            raise _still_running(node, last.record, _ahead(node, last.record))
         if now_s >= look_s:
             look_s = now_s + TICK_S
             if client_gone(sock):
@@ -81,11 +86,22 @@ def _last_look(node: Node, ref: JobRef) -> View | None:
         return None
 
 
-def _still_running(node: Node, record: JobRecord) -> StillRunning:
-    job, state = record.id, record.state
-    if node.stopping():
-        message = f"This node is shutting down. The generation goes on; read it at /v1/responses/{job}."
-        return StillRunning(message, job=job, state=state, code="node_stopping", status=503)
+def _still_running(node: Node, record: JobRecord, ahead: int | None) -> StillRunning:
+    job = record.id
     seconds = node.settings.server.sync_wait_seconds
-    message = f"The generation has not ended within {seconds:g} s. It goes on; read it at /v1/responses/{job}."
-    return StillRunning(message, job=job, state=state, code="sync_wait_exceeded", status=504)
+    if node.stopping():
+        code, message = "node_stopping", f"This node is shutting down. The generation goes on; read it at {PATH}{job}."
+    else:
+        code = "sync_wait_exceeded"
+        message = f"The generation has not ended within {seconds:g} s. It goes on; read it at {PATH}{job}."
+    return StillRunning(message, job=job, state=record.state, code=code, ahead=ahead)
+
+
+def _ahead(node: Node, record: JobRecord) -> int | None:
+    """How many wait before a queued job; None for others, and while the state server does not tell."""
+    if record.state != jobs.QUEUED:
+        return None
+    try:
+        return stored_jobs.ahead(node.services.client, record.ref, record.created_ms)
+    except StateUnavailable:
+        return None

@@ -103,6 +103,7 @@ def test_ready_names_what_is_missing(http: FlaskClient, worker: PlayingWorker) -
     assert f"a worker for model {MODEL}" in missing
     assert any("noeviction" in item and "allkeys-lru" in item for item in missing)
     assert answer.get_json()["error"]["code"] == "not_ready"
+    assert answer.headers["retry-after"].isdecimal()
     assert http.get("/healthz").get_json() == http.get("/health").get_json() == {"status": "ok"}
 
 
@@ -319,8 +320,11 @@ def test_sigterm_cuts_streams_and_answers_waits_without_cancelling(
         with pytest.raises(sdk.APIConnectionError):
             list(stream)
         stopped = waiting.result()
-        assert (stopped.status_code, stopped.headers["x-should-retry"]) == (503, "false")
-        assert stopped.json()["error"]["code"] == "node_stopping"
+        assert (stopped.status_code, stopped.headers["x-should-retry"]) == (504, "false"), "its job stays enqueued"
+        assert stopped.headers["connection"] == "close"
+        assert stopped.headers["location"] == f"/v1/responses/{stopped.json()['id']}"
+        assert (stopped.json()["error"]["code"], stopped.json()["status"]) == ("node_stopping", "queued")
+        assert stopped.json()["queue_position"] in range(3)
         assert '"code":"node_stopping"' in chatting.result().text
         assert chatting.result().text.endswith("data: [DONE]\n\n")
     assert node.stop() == 0

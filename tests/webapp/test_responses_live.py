@@ -250,13 +250,14 @@ def test_silent_stream_sends_comment_lines(raw: httpx.Client) -> None:
 
 
 def test_sync_wait_that_is_too_long_names_the_job(narrow_node: ApiProcess, worker: PlayingWorker) -> None:
-    """After sync_wait_seconds the caller gets the id and may not resend; the job goes on."""
+    """After sync_wait_seconds the caller gets the id, and how many wait before it, and may not resend; the job goes
+    on."""
     with narrow_node.openai(max_retries=3) as client, pytest.raises(sdk.InternalServerError) as failure:
         client.responses.create(model=MODEL, input="Slow")
     answer = failure.value.response
     assert (answer.status_code, answer.headers["x-should-retry"]) == (504, "false")
     body = answer.json()
-    assert (body["error"]["code"], body["status"]) == ("sync_wait_exceeded", "queued")
+    assert (body["error"]["code"], body["status"], body["queue_position"]) == ("sync_wait_exceeded", "queued", 0)
     assert worker.held == 1
     turn = worker.take()
     worker.say(turn, "done")
