@@ -5,10 +5,9 @@ from __future__ import annotations
 import socket
 import time
 
-from pool.errors import StateUnavailable
+from pool.errors import JobErased, StateUnavailable
 from pool.rules import jobs
 from pool.store import stored_jobs
-from pool.store.ids import JobRef
 from pool.store.jobs import View
 from pool.store.log import LogEntry
 from pool.store.records import JobRecord
@@ -43,8 +42,8 @@ def wait_for_end(
 ) -> tuple[JobRecord, tuple[LogEntry, ...]]:
     """The terminal record and the whole log, of which `first` is what was already read.
 
-    Raises StillRunning (the job goes on), ClientGone, JobUnknown and JobExpired. `cancels`: a client that goes away
-    ends the job.
+    Raises StillRunning (the job goes on), ClientGone, JobUnknown and JobExpired; a job that is deleted meanwhile ends
+    as a cancelled one. `cancels`: a client that goes away ends the job.
     """
     deadline_s = time.monotonic() + node.settings.server.sync_wait_seconds
     look_s = time.monotonic() + TICK_S
@@ -52,7 +51,7 @@ def wait_for_end(
     while not record.terminal:
         now_s = time.monotonic()
         if now_s >= deadline_s:
-            last = _last_look(node, waiter.ref)
+            last = _last_look(node, record)
             if last is not None and last.record.terminal:
                 return last.record, tuple(last.entries)
             node.waits.unwatch(waiter)
@@ -70,18 +69,23 @@ def wait_for_end(
                 raise ClientGone("The client closed the connection.")
             if node.stopping():
                 deadline_s = min(deadline_s, now_s + STOP_GRACE_S)
-        view = waiter.next(min(look_s, deadline_s) - now_s)
+        try:
+            view = waiter.next(min(look_s, deadline_s) - now_s)
+        except JobErased:
+            return record.deleted(), tuple(entries)
         if view is not None:
             record = view.record
             entries.extend(view.entries)
     return record, tuple(entries)
 
 
-def _last_look(node: Node, ref: JobRef) -> View | None:
+def _last_look(node: Node, seen: JobRecord) -> View | None:
     """The job as it is now: who waits for an end hears of nothing else, so what it knows may be old. None while the
     state server does not tell."""
     try:
-        return node.store.view(ref)
+        return node.store.view(seen.ref)
+    except JobErased:
+        return View(seen.deleted(), (), 0)
     except StateUnavailable:
         return None
 
