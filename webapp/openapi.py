@@ -38,8 +38,9 @@ ERRORS = {
     "415": "The body is not plain JSON.",
     "429": "The queue is full, or a time limit passed in it; nothing stays enqueued. See Retry-After.",
     "500": "The engine failed.",
-    "503": "The state server is away, or this node stops. See Retry-After.",
-    "504": "It has not ended in time; `x-should-retry: false`.",
+    "503": "The state server is away, or this node is full or not ready; nothing stays enqueued. See Retry-After.",
+    "504": "A time limit has passed; or it has not ended in time, or this node stops, and the generation `id` goes on. "
+    "`x-should-retry: false`.",
 }
 
 

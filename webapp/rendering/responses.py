@@ -98,15 +98,20 @@ def _error(record: JobRecord) -> dict[str, str] | None:
 
 
 def _usage(record: JobRecord) -> dict[str, Any] | None:
-    if record.output_tokens is None:
+    """Of an ended job; one that was cancelled, or failed, has used what it was given and what its log holds, if it was
+    ever begun."""
+    output_tokens = record.output_tokens
+    if output_tokens is None and record.terminal and record.started_ms is not None:
+        output_tokens = record.logged_tokens
+    if output_tokens is None:
         return None
     prompt_tokens = record.prompt_tokens or 0
     return {
         "input_tokens": prompt_tokens,
         "input_tokens_details": {"cached_tokens": record.cached_tokens or 0, "cache_write_tokens": 0},
-        "output_tokens": record.output_tokens,
+        "output_tokens": output_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt_tokens + record.output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
     }
 
 
