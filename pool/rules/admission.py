@@ -96,12 +96,14 @@ def peak_positions(prompt_tokens: int, max_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked for: `choices` sessions of `session`, each with this prompt and up to `max_tokens` of output."""
+    """What is asked for: `choices` sessions of `session`, each with this prompt and up to `max_tokens` of output.
+    `epoch`: which attempt of it."""
 
     session: str
     prompt_tokens: int
     max_tokens: int
     choices: int = 1
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +159,9 @@ def _decided(request: Request, budgets: Budgets, usage: Usage) -> tuple[Reason, 
 
 def _impossible(request: Request, budgets: Budgets, usage: Usage) -> tuple[Reason, str] | None:
     """Why it cannot run here, however long it waits."""
-    if not request.session.strip():
-        return Reason.INVALID, "its id is blank"
-    if min(request.prompt_tokens, request.max_tokens, request.choices) < 1:
-        return (
-            Reason.INVALID,
-            f"{request.choices} choices of {request.prompt_tokens} prompt tokens and up to {request.max_tokens} output "
-            "tokens; each must be at least 1",
-        )
+    fault = _fault(request)
+    if fault:
+        return Reason.INVALID, fault
     if usage.is_known:
         return Reason.DUPLICATE, "this attempt of it is here, or has ended here"
     peak = peak_positions(request.prompt_tokens, request.max_tokens)
@@ -177,3 +174,17 @@ def _impossible(request: Request, budgets: Budgets, usage: Usage) -> tuple[Reaso
             f"{budgets.scratch_budget_bytes}",
         )
     return None
+
+
+def _fault(request: Request) -> str:
+    """What is wrong with the request itself."""
+    if not request.session.strip():
+        return "its id is blank"
+    if isinstance(request.epoch, bool) or request.epoch < 0:
+        return f"its attempt is {request.epoch!r}, not a whole number >= 0"
+    if min(request.prompt_tokens, request.max_tokens, request.choices) < 1:
+        return (
+            f"{request.choices} choices of {request.prompt_tokens} prompt tokens and up to {request.max_tokens} output "
+            "tokens were asked for; each must be at least 1"
+        )
+    return ""

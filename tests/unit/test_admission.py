@@ -80,6 +80,8 @@ def test_a_session_peaks_below_prompt_plus_output() -> None:
         (Request("a", 0, 5), {}, {}, Reason.INVALID),
         (Request("a", 3, 0), {}, {}, Reason.INVALID),
         (Request("a", 3, 5, 0), {}, {}, Reason.INVALID),
+        (Request("a", 3, 5, 1, -1), {}, {}, Reason.INVALID),
+        (Request("a", 3, 5, 1, True), {}, {}, Reason.INVALID),
         (Request("a", 3, 5), {}, {"is_known": True}, Reason.DUPLICATE),
         (Request("a", 96, 5), {}, {}, Reason.ADMITTED),
         (Request("a", 96, 6), {}, {}, Reason.KV_BUDGET),
