@@ -201,6 +201,7 @@ class BatchingLoop:
         for generation in left:
             self._scheduler.stop((generation.job, generation.attempt), None)
         self._account(self._scheduler.report())
+        self.figures.see(self.engine.kv_usage())
         return left
 
     # -- the engine's thread -----------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ class Outlet:
         if former is not None:
             # This rank lost the job, and got it back before it had noticed.
             self._lose(former, jobs.QUEUED)
-        if self._runner.cancel(lease.token, lease.attempt):
+        if self._runner.cancel(lease.token, lease.attempt, how="failed"):
             self._returned.append(lease)
             self._wake.set()
             return False

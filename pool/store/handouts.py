@@ -34,7 +34,7 @@ class Handout:
     `options`: JSON of the GenerationOptions; `prompt`: packed token ids, or b"" when `input`, JSON of the prompt as it
     was given, still has to be tokenized; `celery`: whether it leaves a Celery result; `replay`:
     token ids logged by earlier attempts, by choice; `logged`: how many those are; `watch`: nodes to hint to.
-    `task_id`: Celery's id of it; `created_ms`: when it was submitted, on the state server's clock; `tenant`: whose it is;
+    `task_id`: Celery's id of it; `created_ms`: when it was submitted, on the state server's clock; `tenant`: whose;
     `alone`: it is on trial (pool/store/trials.py): nothing else may begin beside it until it shows a token; `lost`: its
     stored input cannot be read, so that it can only fail (`input_lost`).
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pool.rules.batching import (
@@ -144,6 +144,7 @@ def test_rotation_serves_everybody_within_one_round(count: int, batch: int) -> N
     assert served[:count] == list(range(count))
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 400), max_size=12),
     budget=st.integers(1, 300),
