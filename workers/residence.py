@@ -44,11 +44,16 @@ class Residence:
         """Whether a live session can leave and come back with the same tokens."""
         return self._can.snapshot or self._can.recompute_exact
 
+    def wanted(self, session: Session) -> int:
+        """Positions it asks for when it begins or comes back."""
+        known = len(session.feed) if session.saved is None else max(session.held + 1, len(session.feed))
+        return first_room(known, session.peak_positions, self._overcommit)
+
     def enter(self, session: Session) -> bool:
         """Begin a session, or restore one that was saved. False: there is no room now, and nothing has happened."""
         if session.saved is not None:
             return self._restore(session, session.saved)
-        room = first_room(len(session.feed), session.peak_positions, self._overcommit)
+        room = self.wanted(session)
         held = self._engine.begin(session.id, session.attempt, session.feed, room, self._scope(session))
         if held is None:
             return False
@@ -56,7 +61,7 @@ class Residence:
         return True
 
     def _restore(self, session: Session, saved: bytes) -> bool:
-        room = first_room(max(session.held + 1, len(session.feed)), session.peak_positions, self._overcommit)
+        room = self.wanted(session)
         feed, scope = session.feed, self._scope(session)
         if not self._engine.restore(session.id, session.attempt, saved, feed, room, scope):
             return False

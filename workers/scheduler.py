@@ -233,10 +233,9 @@ class Scheduler:
             return True
         if self._waits_for_leader(head):
             return False
-        outside = {session.arrival: session for session in self._decoding[self._budgets.max_batch_size :]}
-        arrival = exported_for(head.arrival, outside) if self._residence.can_preempt else None
-        if arrival is not None:
-            self._preempt(outside[arrival])
+        exported = self._exported_for(head)
+        if exported is not None:
+            self._preempt(exported)
             return True
         if self.active:
             return False
@@ -244,6 +243,18 @@ class Scheduler:
         if not self._residence.make_way():
             self._give_up_on(head)
         return True
+
+    def _exported_for(self, head: Session) -> Session | None:
+        outside = {session.arrival: session for session in self._decoding[self._budgets.max_batch_size :]}
+        if not outside or not self._residence.can_preempt:
+            return None
+        usage = self._engine.kv_usage()
+        arrival = exported_for(
+            head.arrival,
+            {arrival: session.room - session.cached for arrival, session in outside.items()},
+            lacking=self._residence.wanted(head) - (usage.total - usage.held),
+        )
+        return None if arrival is None else outside[arrival]
 
     def _give_up_on(self, head: Session) -> None:
         """A session that finds no room though all is free: what was saved of it cannot be restored, or it is too
@@ -283,7 +294,8 @@ class Scheduler:
                 active = {each.arrival: each for each in (*self._prefilling, *self._decoding)}
                 self._preempt(active[gives_way(active)])
             elif not self._residence.make_way():
-                self._fail(session, "The engine has no room for its KV.")
+                # All is its own now, and still it cannot grow: the engine does not hold it any more.
+                self._miss(session)
 
     def _grow(self, session: Session) -> bool:
         try:

@@ -8,72 +8,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pool.errors import InvalidRequest
-from pool.rules.admission import Budgets
 from tasks.payloads import Sampling
-from tasks.ports import Engine, Event, Failed, Finished, Generation, Member, StepResult, Tokens
+from tasks.ports import Engine, Event, Failed, Finished, Member, StepResult, Tokens
+from tests.engine.looping import GREEDY, SEEDED, finished, generation, looped, run, text_of, tokens_of
 from workers.engines.numpy_llama import NumpyLlama
 from workers.engines.paged_kv import position_bytes
 from workers.engines.tiny import tiny_llama
 from workers.loop import BatchingLoop, _Submitted
 
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
-SEEDED = Sampling(temperature=0.9, top_p=0.95, ignore_eos=True)
-
 
 def make_loop(engine: Engine | None = None, *, limit: int = 8, pages: int = 256, **budgets: Any) -> BatchingLoop:
     """A loop with an engine of its own, whose KV has so many pages of 64 positions."""
-    return BatchingLoop(
-        engine or numpy_engine(pages), Budgets(**({"max_prefill_tokens_per_tick": 64} | budgets)), limit
-    )
+    return looped(engine or numpy_engine(pages), limit=limit, **budgets)
 
 
 def numpy_engine(pages: int = 256) -> NumpyLlama:
     """The tiny model."""
     weights, vocabulary = tiny_llama(7)
     return NumpyLlama(weights, vocabulary, kv_bytes=pages * 64 * position_bytes(weights.config))
-
-
-def generation(job: str = "a", prompt: Sequence[int] = range(10, 30), **fields: Any) -> Generation:
-    """A greedy generation of eight tokens."""
-    defaults: dict[str, Any] = {"attempt": 1, "sampling": GREEDY, "max_tokens": 8, "seed": 11}
-    return Generation(job=job, prompt=np.array(prompt, dtype=np.int32), **(defaults | fields))
-
-
-def run(loop: BatchingLoop, *, ticks: int = 3000) -> list[Event]:
-    """Tick until nothing is left, and return all events."""
-    events: list[Event] = []
-    for _ in range(ticks):
-        report = loop.tick()
-        events += report.events
-        if not report.did_work and not report.events:
-            loop.check_integrity()
-            return events
-    raise AssertionError("the loop did not come to an end")
-
-
-def tokens_of(events: Sequence[Event], job: str = "a", choice: int = 0) -> list[int]:
-    """Token ids delivered for one choice."""
-    return [
-        token
-        for event in events
-        if isinstance(event, Tokens) and (event.job, event.choice) == (job, choice)
-        for token in event.token_ids
-    ]
-
-
-def text_of(events: Sequence[Event], job: str = "a") -> str:
-    """Text delivered for a job's first choice."""
-    return "".join(event.text for event in events if isinstance(event, Tokens) and event.job == job)
-
-
-def finished(events: Sequence[Event], job: str = "a") -> Finished:
-    """How a job ended by itself."""
-    (found,) = [event for event in events if isinstance(event, Finished) and event.job == job]
-    return found
 
 
 class FaultyEngine(NumpyLlama):

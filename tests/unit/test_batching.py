@@ -119,10 +119,11 @@ def test_the_youngest_gives_way() -> None:
 
 
 def test_a_head_makes_only_those_give_way_that_passed_it() -> None:
-    """Older ones outside the batch came first: it waits for them."""
-    assert exported_for(5, [1, 9, 4, 7]) == 9
-    assert exported_for(5, [1, 4]) is None
-    assert exported_for(5, []) is None
+    """Older ones outside the batch came first: it waits for them. It waits, too, where all of them are not enough."""
+    assert exported_for(5, {1: 100, 9: 10, 4: 100, 7: 20}, lacking=30) == 9
+    assert exported_for(5, {1: 100, 9: 10, 4: 100, 7: 20}, lacking=31) is None
+    assert exported_for(5, {1: 100, 4: 100}, lacking=1) is None
+    assert exported_for(5, {}, lacking=0) is None
 
 
 def test_the_guard_of_a_run_to_completion() -> None:
