@@ -414,17 +414,16 @@ class Scheduler:
             self._report.events.append(job.finished())
 
     def _fail(self, session: Session, message: str) -> None:
-        """The job fails by name; what this session holds is not trusted."""
+        """The job fails by name. What its sessions hold is not trusted: the same step may have changed it."""
         generation = session.generation
-        self._leave(session, sound=False)
-        self._telemetry.failed_sessions += 1 + self._drop(self._job(session))
+        self._telemetry.failed_sessions += self._drop(self._job(session), sound=False)
         self._report.events.append(Failed(generation.job, generation.attempt, "engine_error", message))
 
-    def _drop(self, job: Job) -> int:
+    def _drop(self, job: Job, *, sound: bool = True) -> int:
         """End all that is left of a job. Returns how many sessions that was."""
         live = [session for session in job.sessions if session.phase is not Phase.DONE]
         for session in live:
-            self._leave(session)
+            self._leave(session, sound=sound)
         self._forget(job)
         return len(live)
 

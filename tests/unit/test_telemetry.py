@@ -11,13 +11,35 @@ from tasks.ports import KVUsage
 from workers.telemetry import RATE_WINDOW_S, Histogram, Rate, Telemetry
 
 #: Section by section what the heartbeat promises.
-NAMES = """
-active_sessions queue_depth batch_occupancy_last batch_occupancy_avg batch_occupancy_max weight_bytes kv_total_bytes
-kv_budget_bytes kv_pressure scratch_used_bytes scratch_budget_bytes scratch_pressure prefill_tokens_total
-decode_tokens_total prefill_tokens_per_sec decode_tokens_per_sec prompt_tokens_total prompt_tokens_cached_total
-rejected_admissions_total rejected_by_reason completed_sessions cancelled_sessions failed_sessions preempted_total
-cache_misses_total ticks step_seconds
-""".split()
+NAMES = {
+    "active_sessions",
+    "queue_depth",
+    "batch_occupancy_last",
+    "batch_occupancy_avg",
+    "batch_occupancy_max",
+    "weight_bytes",
+    "kv_total_bytes",
+    "kv_budget_bytes",
+    "kv_pressure",
+    "scratch_used_bytes",
+    "scratch_budget_bytes",
+    "scratch_pressure",
+    "prefill_tokens_total",
+    "decode_tokens_total",
+    "prefill_tokens_per_sec",
+    "decode_tokens_per_sec",
+    "prompt_tokens_total",
+    "prompt_tokens_cached_total",
+    "rejected_admissions_total",
+    "rejected_by_reason",
+    "completed_sessions",
+    "cancelled_sessions",
+    "failed_sessions",
+    "preempted_total",
+    "cache_misses_total",
+    "ticks",
+    "step_seconds",
+}
 
 
 class Clock:
@@ -43,7 +65,7 @@ def figures(clock: Clock) -> Telemetry:
 def test_every_name_is_there_and_json_safe(clock: Clock) -> None:
     """Also before anything has happened: ratios of nothing are 0."""
     data = figures(clock).data(active=0, waiting=0)
-    assert not set(NAMES) - data.keys()
+    assert data.keys() >= NAMES
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert (data["batch_occupancy_avg"], data["kv_pressure"], data["decode_tokens_per_sec"]) == (0, 0, 0)
 
