@@ -27,7 +27,7 @@ from pool.store.keys import wants_tokens
 from pool.store.log import MAX_ENTRY_TOKENS, LogEntry
 from pool.store.records import Output
 from pool.store.trials import survived
-from tasks.ports import Event, Finished, Runner, Tokens
+from tasks.ports import Event, Finished, Runner, Stopped, Tokens
 
 log = logging.getLogger("genpool.outlet")
 
@@ -181,7 +181,7 @@ class Outlet:
         if former is not None:
             # This rank lost the job, and got it back before it had noticed.
             self._lose(former, jobs.QUEUED)
-        if self._runner.cancel(lease.token, lease.attempt):
+        if self._runner.cancel(lease.token, lease.attempt, how="failed"):
             self._returned.append(lease)
             self._wake.set()
             return False
@@ -190,6 +190,14 @@ class Outlet:
         # Events of a former attempt of this number may still lie there; its own come behind this.
         self._events.append(held)
         return True
+
+    def refuse(self, handout: Handout) -> None:
+        """The runner did not take a job that was opened: it goes back to the queue."""
+        held = self._held.get(handout.lease.token)
+        if held is not None and held.handout is handout:
+            self._leave(held, jobs.QUEUED, None)
+        self._returned.append(handout.lease)
+        self._wake.set()
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Take the runner's events."""
@@ -374,7 +382,8 @@ class Outlet:
             self._wake.set()
         # In this order: whoever submits it just now looks afterwards whether it is still held.
         self._leave(held, state, None)
-        self._runner.cancel(held.lease.token, held.lease.attempt)
+        how: Stopped = "cancelled" if state == jobs.CANCELLED else "failed"
+        self._runner.cancel(held.lease.token, held.lease.attempt, how=how)
 
     def _leave(self, held: Held, state: str, ending: Ending | None) -> None:
         self._drop_entries(held, len(held.entries))

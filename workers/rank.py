@@ -17,7 +17,7 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
-from pool.rules.batching import Budgets
+from pool.rules.admission import Budgets
 from pool.settings import ModelSettings
 from pool.store.connection import connect
 from pool.store.delivery import Delivery
@@ -116,15 +116,13 @@ class Rank:
 
     def _open(self) -> None:
         model, engine = self._model_settings, self._engine
-        kv_positions = model.kv_budget_bytes // engine.bytes_per_token
         self._card = Card(
             context_length=engine.context_length,
-            max_positions=min(engine.capability().max_positions, kv_positions),
+            max_positions=min(engine.capability().max_positions, engine.kv_usage().total),
             fingerprint=engine.fingerprint(),
             vocabulary=engine.vocabulary.to_blob(),
         )
-        budgets = Budgets(model.max_batch_size, model.max_prefill_tokens_per_tick, kv_positions, engine.prefill_grid)
-        self._loop = BatchingLoop(engine, budgets, self._limit)
+        self._loop = BatchingLoop(engine, Budgets.of(model), self._limit, reuse=model.prefix_reuse)
         self._claim_id()
         delivery = Delivery(
             reader=self._reader,
