@@ -115,11 +115,14 @@ class Rank:
     def _open(self) -> None:
         model, engine = self._model_settings, self._engine
         kv_positions = model.kv_budget_bytes // engine.bytes_per_token
+        able = engine.capability()
         self._card = Card(
             context_length=engine.context_length,
-            max_positions=min(engine.capability().max_positions, kv_positions),
+            max_positions=min(able.max_positions, kv_positions),
             fingerprint=engine.fingerprint(),
             vocabulary=engine.vocabulary.to_blob(),
+            logprobs=able.logprobs,
+            seed=able.seed,
         )
         budgets = Budgets(model.max_batch_size, model.max_prefill_tokens_per_tick, kv_positions, engine.prefill_grid)
         self._loop = BatchingLoop(engine, budgets, self._limit)
@@ -140,7 +143,7 @@ class Rank:
             renew_ms=round(self._settings.worker.renew_seconds * 1000),
             stall_timeout_s=self._settings.worker.stall_timeout_seconds,
             on_left=self._left,
-            engine=self._card.fingerprint if engine.capability().batch_invariant else "",
+            engine=self._card.fingerprint if able.batch_invariant else "",
         )
         self._intake = Intake(
             delivery,

@@ -115,7 +115,7 @@ def test_a_write_whose_reply_was_lost_is_neither_lost_nor_doubled(store: JobStor
     rig = Rig(rank_a)
     handout = rig.take()
     held = rig.outlet._held[handout.lease.token]
-    held.add(0, (5, 6), "ab", 0.0)
+    held.add(Tokens(handout.lease.token, handout.lease.attempt, 0, (5, 6), "ab"), 0.0)
     assert rank_a.write([held.write()])[0].code == "ok"
     rig.outlet.start()
     rig.outlet.deliver([tokens(handout, 7, text="c"), tokens(handout, 8, text="d")])
