@@ -29,7 +29,6 @@ from tasks.ports import (
     RunnerCapacity,
     StepLogits,
     StepResult,
-    Tokens,
 )
 from workers.sessions import Session, sessions_of
 
@@ -300,15 +299,13 @@ class BatchingLoop:
         return self._advance(session, member, result)
 
     def _advance(self, session: Session, member: Member, result: StepLogits) -> list[Event]:
-        generation = session.generation
         prefilled = session.prefilling
         session.held += len(member.tokens)
         events: list[Event] = []
         if member.wants_logits:
             if result.row is None:
                 return self._fail(session, "The engine answered without logits.")
-            token, text = session.draw(result.row)
-            events.append(Tokens(generation.job, generation.attempt, session.choice, (token,), text))
+            events.append(session.draw(result.row))
         if session.finish_reason:
             return [*events, *self._end(session)]
         if prefilled and not session.prefilling:

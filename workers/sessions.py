@@ -12,20 +12,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pool.rules.batching import peak_positions
-from tasks.ports import ChoiceOutput, Generation, Logits, Member
+from tasks.ports import ChoiceOutput, Generation, Logits, Member, Tokens
 from tasks.vocabulary import Vocabulary
-from workers.sampling import draw
+from workers.sampling import draw, logprobs_of
 from workers.text import TextStream
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One choice. `held`: positions whose KV the engine holds; `output`: token ids drawn or logged so far."""
+    """One choice. `eos_ids`: the model's own ends, `stop_ids`: those the request names; `held`: positions whose KV the
+    engine holds; `output`: token ids drawn or logged so far."""
 
     generation: Generation
     choice: int
     id: str
     eos_ids: frozenset[int]
+    stop_ids: frozenset[int]
     text: TextStream
     held: int = 0
     output: list[int] = field(default_factory=list)
@@ -58,20 +60,30 @@ class Session:
         token = np.array([self.output[at]], dtype=np.int32)
         return Member(self.id, self.generation.attempt, token, self.held, at == len(self.output) - 1)
 
-    def draw(self, row: Logits) -> tuple[int, str]:
-        """Draw the next token from `row` (V,) and take it: its id and the text that became safe to show."""
-        sampling = self.generation.sampling
-        position = len(self.output)
-        banned = self.eos_ids if position < sampling.min_tokens else frozenset()
-        token = draw(row, sampling, seed=self.generation.seed, choice=self.choice, position=position, banned=banned)
-        return token, self.take(token)
+    def draw(self, row: Logits) -> Tokens:
+        """Draw the next token from `row` (V,) and take it."""
+        generation, sampling, position = self.generation, self.generation.sampling, len(self.output)
+        token = draw(
+            row,
+            sampling,
+            seed=generation.seed,
+            choice=self.choice,
+            position=position,
+            banned=self.eos_ids | self.stop_ids if position < sampling.min_tokens else (),
+            prompt=generation.prompt,
+            output=self.output,
+        )
+        logprobs = (logprobs_of(row, token, sampling.top_logprobs),) if sampling.logprobs else ()
+        return Tokens(generation.job, generation.attempt, self.choice, (token,), self.take(token), logprobs)
 
     def take(self, token: int) -> str:
-        """Append a token, decide whether the choice has ended, and return the text that became safe to show."""
+        """Append a token, decide whether the choice has ended, and return the text that became safe to show. That of a
+        stop token is not shown, as that of a stop string is not."""
         self.output.append(token)
         sampling = self.generation.sampling
-        piece = self.text.push(token)
-        if self.text.stopped or (token in self.eos_ids and not sampling.ignore_eos):
+        stops = token in self.stop_ids
+        piece = "" if stops else self.text.push(token)
+        if stops or self.text.stopped or (token in self.eos_ids and not sampling.ignore_eos):
             self.finish_reason = "stop"
         elif len(self.output) >= self.generation.max_tokens:
             self.finish_reason = "length"
@@ -96,6 +108,7 @@ def _session(generation: Generation, choice: int, vocabulary: Vocabulary, eos_id
         choice=choice,
         id=f"{generation.job}/{choice}",
         eos_ids=eos_ids,
+        stop_ids=frozenset(generation.sampling.stop_token_ids),
         text=TextStream(vocabulary, generation.sampling.stop),
     )
     for token in generation.replay[choice] if generation.replay else ():
