@@ -54,6 +54,9 @@ _MODEL = click.option("--model", help="Model to run. Default: the first enabled 
 _MAX_TOKENS = click.option("--max-tokens", type=click.IntRange(1, MAX_TOKENS_LIMIT), help="Most tokens to generate.")
 _TEMPERATURE = click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy. Default: 1.")
 _SEED = click.option("--seed", type=click.IntRange(0, MAX_SEED), help="Makes the result repeatable.")
+_OPTION = click.option(
+    "-o", "--option", multiple=True, metavar="NAME=VALUE", help="Any other sampling option, e.g. top_p=0.9. Repeatable."
+)
 _ALL = click.option("--all", "everything", is_flag=True, help="All dead letters instead of single ones.")
 
 
@@ -118,6 +121,7 @@ def worker(model: str, concurrency: int | None, name: str | None) -> None:
 @_MAX_TOKENS
 @_TEMPERATURE
 @_SEED
+@_OPTION
 def generate(prompt: str, **options: Any) -> None:
     """Generate an answer to PROMPT and print it as it comes."""
     settings = load_settings()
@@ -133,6 +137,7 @@ def generate(prompt: str, **options: Any) -> None:
 @_MAX_TOKENS
 @_TEMPERATURE
 @_SEED
+@_OPTION
 def submit(prompt: str, **options: Any) -> None:
     """Queue PROMPT and print the job's id."""
     settings = load_settings()
