@@ -68,7 +68,7 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 #: What is added to the logits of single tokens.
 LogitBias = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
-    Field(max_length=MAX_BIASED_TOKENS),
+    Field(max_length=MAX_BIASED_TOKENS, json_schema_extra={"propertyNames": {"pattern": r"^(0|[1-9]\d{0,9})$"}}),
     BeforeValidator(_by_id),
 ]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]

@@ -43,7 +43,8 @@ def with_logprobs(token: int, logprob: float = -0.5) -> tuple[int, TokenLogprobs
 
 #: "hé", whose second character is cut in two; then a stop string's beginning that was none; then the end.
 ENTRIES = [
-    ((byte(ord("h")), byte(0xC3)), "h"),
+    ((byte(ord("h")),), "h"),
+    ((byte(0xC3),), ""),
     ((byte(0xA9), byte(ord("s"))), "é"),
     ((byte(ord("t")), EOS), "st"),
 ]
