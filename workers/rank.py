@@ -81,7 +81,6 @@ class Rank:
         self._silent = False
         self._drain_until_s = 0.0
         #: Tokens generated until the last heartbeat, and when that was.
-        self._paced = (0, time.monotonic())
         self._thread = threading.Thread(target=self._register, name="genpool-registrar", daemon=True)
 
     @property
@@ -257,14 +256,7 @@ class Rank:
         self._on_left(handout, state, ending)
 
     def _beat(self) -> bool:
-        facts = self.facts() | {"decode_tokens_per_second": self._pace()}
-        return self._registry.beat(self._id, self._incarnation, lease_ms=self._lease_ms, facts=facts)
-
-    def _pace(self) -> float:
-        """Tokens generated a second since the heartbeat before."""
-        (tokens_before, before_s), now_s = self._paced, time.monotonic()
-        self._paced = (self._loop.counters.decode_tokens, now_s)
-        return round((self._paced[0] - tokens_before) / max(now_s - before_s, 0.001), 1)
+        return self._registry.beat(self._id, self._incarnation, lease_ms=self._lease_ms, facts=self.facts())
 
     def _register(self) -> None:
         """Heartbeat and hints. A hint about a held job (a cancel, a new watcher) makes the outlet look."""

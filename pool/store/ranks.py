@@ -46,8 +46,8 @@ class Rank:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens it generated between its last two heartbeats; 0 while it loads."""
-        return float(self.facts.get("decode_tokens_per_second", 0))
+        """Tokens it has lately generated a second; 0 while it loads."""
+        return float(self.facts.get("decode_tokens_per_sec", 0))
 
 
 class RankRegistry:
