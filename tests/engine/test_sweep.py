@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from xml.etree import ElementTree
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
