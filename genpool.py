@@ -58,6 +58,9 @@ _TEMPERATURE = click.option("--temperature", type=click.FloatRange(0, 2), help="
 _SEED = click.option(
     "--seed", type=click.IntRange(0, MAX_SEED), help="Makes the result repeatable. Default: a random one."
 )
+_OPTION = click.option(
+    "-o", "--option", multiple=True, metavar="NAME=VALUE", help="Any other sampling option, e.g. top_p=0.9. Repeatable."
+)
 _ALL = click.option("--all", "everything", is_flag=True, help="All dead letters instead of single ones.")
 
 
@@ -127,6 +130,7 @@ def worker(model: str, concurrency: int | None, name: str | None) -> None:
 @_MAX_TOKENS
 @_TEMPERATURE
 @_SEED
+@_OPTION
 def generate(prompt: str, **options: Any) -> None:
     """Generate an answer to PROMPT and print it as it comes."""
     settings = load_settings()
@@ -142,6 +146,7 @@ def generate(prompt: str, **options: Any) -> None:
 @_MAX_TOKENS
 @_TEMPERATURE
 @_SEED
+@_OPTION
 def submit(prompt: str, **options: Any) -> None:
     """Queue PROMPT and print the job's id."""
     settings = load_settings()

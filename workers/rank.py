@@ -115,11 +115,14 @@ class Rank:
 
     def _open(self) -> None:
         model, engine = self._model_settings, self._engine
+        able = engine.capability()
         self._card = Card(
             context_length=engine.context_length,
-            max_positions=min(engine.capability().max_positions, engine.kv_usage().total),
+            max_positions=min(able.max_positions, engine.kv_usage().total),
             fingerprint=engine.fingerprint(),
             vocabulary=engine.vocabulary.to_blob(),
+            logprobs=able.logprobs,
+            seed=able.seed,
         )
         self._loop = BatchingLoop(engine, Budgets.of(model), self._limit, reuse=model.prefix_reuse)
         self._claim_id()
@@ -139,7 +142,7 @@ class Rank:
             renew_ms=round(self._settings.worker.renew_seconds * 1000),
             stall_timeout_s=self._settings.worker.stall_timeout_seconds,
             on_left=self._left,
-            engine=self._card.fingerprint if engine.capability().batch_invariant else "",
+            engine=self._card.fingerprint if able.batch_invariant else "",
         )
         self._intake = Intake(
             delivery,
