@@ -79,6 +79,7 @@ class Expected:
     said: list[list[int]]
     order: int
     progress: dict[str, int]
+    queued: bool
     doomed: bool = False
     passed: int = 0
     began: set[str] = field(default_factory=set)
@@ -139,13 +140,15 @@ class Machine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.loop = BatchingLoop(self.engine, self.budgets, limit, reuse=reuse, clock=lambda: self.now_s)
         self.jobs: dict[str, Expected] = {}
+        #: What the first jobs that ended said, behind their prompts.
+        self.said: list[tuple[int, ...]] = []
         self.count = self.ticks = 0
         self.holders: set[str] = set()
 
     # -- operations --------------------------------------------------------------------------------------------------
 
     @rule(
-        family=st.integers(0, 2),
+        family=st.integers(0, 5),
         length=st.sampled_from([1, 17, 40, 64, 70, 100, 150]),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         tokens=st.sampled_from([1, 2, 7, 40]),
@@ -168,6 +171,9 @@ class Machine(RuleBasedStateMachine):
         """A job, new or taken over with part of its log."""
         OPERATIONS["submit"] += 1
         prompt = prompt_of(family, length)
+        if self.said and family > 2:
+            # The next turn of one that has ended.
+            prompt = (*self.said[length % len(self.said)], *prompt[:5])[:150]
         streams = alone(self.exact, prompt, n, tokens, temperature)
         self.count += 1
         given = generation(
@@ -187,10 +193,12 @@ class Machine(RuleBasedStateMachine):
         if decision.accepted:
             said = [list(stream[:replayed]) for stream in streams]
             names = {f"{given.job}/{choice}": self.ticks for choice in range(n)}
-            self.jobs[given.job] = Expected(given, streams, said, self.count, names)
+            queued = decision.reason is Reason.QUEUED
+            self.jobs[given.job] = Expected(given, streams, said, self.count, names, queued)
             self.holders |= {holder}
         else:
             assert decision.reason is Reason.QUEUE_FULL
+            assert self._queued() + n > self.budgets.max_queue_depth
             assert self.loop._ahead or before.in_flight >= before.effective, "there is a slot, and nobody is ahead"
 
     @precondition(lambda self: self.jobs)
@@ -306,6 +314,8 @@ class Machine(RuleBasedStateMachine):
                 assert not job.doomed
                 assert job.said == job.streams
                 assert [output.tokens for output in event.outputs] == [len(stream) for stream in job.streams]
+                if len(self.said) < 3:
+                    self.said.append((*job.given.prompt.tolist(), *job.said[0]))
                 del self.jobs[event.job]
             else:
                 assert isinstance(event, Failed)
@@ -330,7 +340,18 @@ class Machine(RuleBasedStateMachine):
         assert telemetry["runtime_inflight"] == sum(
             not ended for job in self.jobs.values() for ended in self._ended(job)
         ) + sum(self._unseen(job) for job in self.jobs.values())
-        assert self.loop._queued <= self.budgets.max_queue_depth
+        assert self._queued() <= self.budgets.max_queue_depth
+
+    def _queued(self) -> int:
+        """Sessions that were taken into the queue, and have neither begun nor ended."""
+        queued = 0
+        for job in self.jobs.values():
+            if job.queued and job.given.job in self._mailed():
+                queued += job.given.n
+            elif job.queued:
+                over = {f"{job.given.job}/{choice}" for choice, ended in enumerate(self._ended(job)) if ended}
+                queued += job.given.n - len(job.began | over)
+        return queued
 
     def _unseen(self, job: Expected) -> int:
         """Choices whose log held their end, and that the loop has not looked at yet: those of jobs in the mailbox."""
