@@ -42,8 +42,8 @@ def shared(start_shared_system: StartSystem) -> System:
 
 @pytest.fixture
 def system(shared: System) -> Iterator[System]:
-    """The same with a node that is the test's alone, and soon cut off when it is told to end."""
-    node = shared.api_part(next(NUMBERS), "", "--graceful-timeout", "3")
+    """The same with a node that is the test's alone, and cut off early when it is told to end."""
+    node = shared.api_part(next(NUMBERS), "", "--graceful-timeout", "8")
     shared.apis = [node]
     node.start()
     shared.await_api(node)
