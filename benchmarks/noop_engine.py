@@ -33,8 +33,5 @@ class NoopEngine(Modelless):
             for member in batch
         ]
 
-    def release(self, session: str, epoch: int) -> None:
-        """Nothing is held."""
-
     def close(self) -> None:
         """Nothing to free."""

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.ports import CacheMiss, Logits, Member, StepLogits, StepResult
+from tasks.ports import CacheMiss, Logits, Member, StepLogits, StepResult, TokenIds
 from tasks.vocabulary import Vocabulary, byte_alphabet
 from tests.scripted.modelless import Modelless
 from workers.engines.tiny import tiny_vocabulary_data
@@ -116,7 +116,15 @@ class ScriptedEngine(Modelless):
         row[token] = 0.0
         return row
 
-    def release(self, session: str, epoch: int) -> None:
+    def release(
+        self,
+        session: str,
+        epoch: int,
+        *,
+        tokens: TokenIds | None = None,  # noqa: ARG002 - the port's signature
+        scope: str = "",  # noqa: ARG002 - the port's signature
+        holder: str = "",  # noqa: ARG002 - the port's signature
+    ) -> None:
         """Forget a session."""
         if self._held.pop((session, epoch), None) is not None:
             self._log.write(f"free {session} {epoch} {os.getpid()}\n")

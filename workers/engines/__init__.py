@@ -50,10 +50,10 @@ def _load_numpy(name: str, settings: ModelSettings, weights: Path | None) -> Eng
             raise ConfigurationError(
                 f"Model {name}: a random source is random:SEED, SEED up to 9 digits.", param="source"
             )
-        return NumpyLlama(*tiny_llama(int(seed[1])), threads=threads)
+        return NumpyLlama(*tiny_llama(int(seed[1])), threads=threads, kv_bytes=settings.kv_budget_bytes)
     if weights is None:
         raise ConfigurationError(f"Model {name}: no weights for {settings.source!r}.", param="source")
-    return NumpyLlama(*read_gguf(weights), threads=threads)
+    return NumpyLlama(*read_gguf(weights), threads=threads, kv_bytes=settings.kv_budget_bytes)
 
 
 #: How each backend of the settings is loaded. A program may put its own in before it starts a worker in its process.

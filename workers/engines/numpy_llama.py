@@ -5,10 +5,13 @@ order, not on how the prompt was cut. Three rules make that true.
 
 * Linear maps run in tiles of 8 decode rows and blocks of 16 prompt rows (`exact_linear`). Everything else that spans a
   batch works element by element or sums along one row.
-* Attention runs per session. A decode row's products have shapes given by its position alone.
-* A prompt runs in blocks on the absolute grid: block j holds positions 16j .. 16j + 15 and attends to 16j + 16 keys,
-  whatever chunk it came in. A block cut short by the prompt's end is padded; one cut to a single token is computed as a
-  decode row, because a chunk of one token cannot be told from one.
+* Attention multiplies with whole pages of KV, which all have the same shape (`paged_attention`).
+* A prompt runs in blocks on the absolute grid: block j holds positions 16j .. 16j + 15, whatever chunk it came in. A
+  block cut short by the prompt's end is padded; one cut to a single token is computed as a decode row, because a chunk
+  of one token cannot be told from one.
+
+Keys and values live in pages that sessions with the same beginning share (`paged_kv`); what one begins with has the
+bits that computing it would give.
 
 A generated token's KV is that of a decode row; prefilling it instead gives slightly other bits. So a takeover prefills
 the original prompt and replays logged tokens as decode rows, and `recompute_exact` is False.
@@ -22,22 +25,40 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from tasks.ports import CacheMiss, Capability, Logits, Member, MemberError, StepLogits, StepResult
+from tasks.ports import (
+    CacheMiss,
+    Capability,
+    KVUsage,
+    Logits,
+    Member,
+    MemberError,
+    StepLogits,
+    StepResult,
+    TokenIds,
+)
 from tasks.vocabulary import Vocabulary
 from workers.engines.exact_linear import BLOCK, TILE, Crew, ExactLinear, Measurement, measure, padded
 from workers.engines.llama_weights import Floats, LayerWeights, LlamaConfig, LlamaWeights
-from workers.engines.session_kv import SessionKV
+from workers.engines.paged_attention import (
+    BlockSpan,
+    Indices,
+    TokenSpans,
+    attended_blocks,
+    attended_tokens,
+    block_spans,
+    measure_attention,
+)
+from workers.engines.paged_kv import PagedKV, PagedSession, position_bytes
 
 PREFILL_GRID = BLOCK
 #: Raised whenever a change of code changes bits.
-NUMERIC_POLICY = "float32;panels;tile8;block16;ones-column-softmax;1"
+NUMERIC_POLICY = "float32;panels;tile8;block16;page64;ones-column-softmax;2"
 
 _MAX_SESSIONS = 256
 
-#: What is added to a block's scores of its own keys: a query does not see later ones. (16, 16)
-_CAUSAL = np.triu(np.full((BLOCK, BLOCK), -np.inf, np.float32), 1)
+#: Where an engine is made without settings.
+_KV_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +79,8 @@ class _Run:
     """Tokens (n,) of one session for positions [start, start + n), at batch rows [row, row + n). A decode run has one
     token; a prompt run starts on the grid and owns its last block's padding."""
 
-    kv: SessionKV
-    tokens: npt.NDArray[np.int64]
+    session: PagedSession
+    tokens: Indices
     start: int
     row: int = 0
 
@@ -80,30 +101,41 @@ class _Part:
     token: _Run | None
 
     @classmethod
-    def of(cls, kv: SessionKV, tokens: npt.NDArray[np.int64], start: int) -> _Part:
+    def of(cls, session: PagedSession, tokens: Indices, start: int) -> _Part:
         end = start + len(tokens)
         cut = end - 1 if end > 1 and (end % PREFILL_GRID == 1 or len(tokens) == 1) else end
-        prompt = _Run(kv, tokens[: cut - start], start) if cut > start else None
-        return cls(prompt, _Run(kv, tokens[cut - start :], cut) if cut < end else None)
+        prompt = _Run(session, tokens[: cut - start], start) if cut > start else None
+        return cls(prompt, _Run(session, tokens[cut - start :], cut) if cut < end else None)
+
+    @property
+    def runs(self) -> list[_Run]:
+        return [run for run in (self.prompt, self.token) if run]
 
     @property
     def last(self) -> _Run:
-        run = self.token or self.prompt
-        assert run is not None
-        return run
+        return self.runs[-1]
+
+    @property
+    def prefilled(self) -> int:
+        """The session's first positions that were computed as blocks of a prompt, now or before."""
+        before = self.last.session.prefilled
+        return self.prompt.end if self.prompt and self.prompt.start == before else before
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Where everything is in a step's rows: decode rows, padded to tiles, then prompt blocks."""
+    """Where everything is in a step's rows: decode rows, padded to tiles, then prompt blocks. `tokens`, `blocks`: the
+    pages that they attend to."""
 
     decodes: list[_Run]
     prompts: list[_Run]
     decode_rows: int
     rows: int
+    tokens: TokenSpans | None
+    blocks: list[BlockSpan]
 
     @classmethod
-    def of(cls, parts: Iterable[_Part]) -> _Plan:
+    def of(cls, parts: Iterable[_Part], config: LlamaConfig) -> _Plan:
         """Gives every run its rows."""
         runs = [(part.prompt, part.token) for part in parts]
         decodes = [token for _, token in runs if token]
@@ -111,12 +143,15 @@ class _Plan:
         for row, run in enumerate(decodes):
             run.row = row
         decode_rows = rows = padded(len(decodes), TILE)
+        blocks: list[BlockSpan] = []
         for run in prompts:
             run.row = rows
             rows += padded(len(run.tokens), BLOCK)
-        return cls(decodes, prompts, decode_rows, rows)
+            blocks += block_spans(run.row, run.start, padded(run.end, BLOCK), run.session.runs, config)
+        tokens = TokenSpans.of([(run.session.pages, run.start) for run in decodes], config) if decodes else None
+        return cls(decodes, prompts, decode_rows, rows, tokens, blocks)
 
-    def tokens_and_positions(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def tokens_and_positions(self) -> tuple[Indices, Indices]:
         """(R,) each; padding is token 0 at position 0."""
         tokens, positions = np.zeros((2, self.rows), np.int64)
         for run in (*self.decodes, *self.prompts):
@@ -124,24 +159,34 @@ class _Plan:
             positions[run.row : run.row + len(run.tokens)] = np.arange(run.start, run.end)
         return tokens, positions
 
+    def stored(self) -> tuple[Indices, Indices, Indices]:
+        """Rows without padding, and where their keys and values go: page and place in it; (n,) each."""
+        runs = (*self.decodes, *self.prompts)
+        rows = np.concatenate([np.arange(run.row, run.last_row + 1) for run in runs])
+        pages, places = zip(*(run.session.places(run.start, run.end) for run in runs), strict=True)
+        return rows, np.concatenate(pages), np.concatenate(places)
+
 
 class NumpyLlama:
-    """`tasks.ports.Engine` over numpy, its linear maps shared out among `threads` threads. Not for several callers at
-    once."""
+    """`tasks.ports.Engine` over numpy, its linear maps shared out among `threads` threads, the KV of all sessions in
+    `kv_bytes`. Not for several callers at once."""
 
-    def __init__(self, weights: LlamaWeights, vocabulary: Vocabulary, *, threads: int = 1) -> None:
+    def __init__(
+        self, weights: LlamaWeights, vocabulary: Vocabulary, *, threads: int = 1, kv_bytes: int = _KV_BYTES
+    ) -> None:
         self._config = config = weights.config
         self._vocabulary = vocabulary
         self._weights: LlamaWeights | None = weights
         self._crew = Crew(threads)
+        self._kv = PagedKV(config, kv_bytes)
         by_shape, of_head = _measured(weights, self._crew)
+        attention = measure_attention(config)
         self._layers = tuple(_Layer.of(layer, self._crew, by_shape) for layer in weights.layers)
         self._head: ExactLinear | None = ExactLinear(weights.head, self._crew)
-        measurements = (*by_shape.values(), of_head)
+        measurements = (*by_shape.values(), of_head, attention)
         self._invariant = all(measurement.rows_independent for measurement in measurements)
         self._fingerprint = _fingerprint(weights, vocabulary, measurements)
         self._cos, self._sin = _rotations(config)
-        self._sessions: dict[tuple[str, int], SessionKV] = {}
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -153,8 +198,7 @@ class NumpyLlama:
 
     @property
     def bytes_per_token(self) -> int:
-        config = self._config
-        return config.layers * config.kv_heads * (2 * config.head_dim + 1) * 4
+        return position_bytes(self._config)
 
     @property
     def prefill_grid(self) -> int:
@@ -166,7 +210,7 @@ class NumpyLlama:
     def capability(self) -> Capability:
         return Capability(
             max_sessions=_MAX_SESSIONS,
-            max_positions=self.context_length,
+            max_positions=min(self.context_length, self._kv.positions),
             batch_invariant=self._invariant,
             recompute_exact=False,
             snapshot=True,
@@ -190,37 +234,54 @@ class NumpyLlama:
             self._run(batch, parts, results)
         return [result for result in results if result is not None]
 
-    def release(self, session: str, epoch: int) -> None:
-        self._sessions.pop((session, epoch), None)
+    def begin(self, session: str, epoch: int, prompt: TokenIds, positions: int, scope: str = "") -> int | None:
+        """See `tasks.ports.Engine.begin`. What it begins with has the bits that computing it would give."""
+        begun = None if self._weights is None else self._kv.begin((session, epoch), prompt, positions, scope)
+        return None if begun is None else begun.length
 
-    def share_prefix(self, source: tuple[str, int], target: tuple[str, int], positions: int) -> bool:
-        """See `tasks.ports.Engine.share_prefix`; copies. Only whole blocks of the grid can be shared, and the result is
-        exact when the source prefilled them."""
-        held = self._sessions.get(source)
-        if held is None or source == target or positions <= 0 or positions % PREFILL_GRID or positions > held.length:
-            return False
-        self._sessions[target] = held.prefix(self._config, positions)
-        return True
+    def extend(self, session: str, epoch: int, positions: int) -> bool:
+        return self._kv.extend((session, epoch), positions)
+
+    def resident(self, prompt: TokenIds, scope: str = "") -> int:
+        return self._kv.resident(prompt, scope)
+
+    def release(
+        self,
+        session: str,
+        epoch: int,
+        *,
+        tokens: TokenIds | None = None,
+        scope: str = "",  # noqa: ARG002 - that of `begin`
+        holder: str = "",
+    ) -> None:
+        self._kv.release((session, epoch), tokens, holder)
+
+    def unpin(self, holder: str) -> None:
+        self._kv.unpin(holder)
 
     def snapshot(self, session: str, epoch: int) -> bytes | None:
-        kv = self._sessions.get((session, epoch))
-        return None if kv is None or kv.length == 0 else kv.to_bytes(self._fingerprint)
+        return self._kv.to_bytes((session, epoch), self._fingerprint)
 
-    def restore(self, session: str, epoch: int, blob: bytes) -> bool:
-        kv = SessionKV.from_bytes(self._config, self._fingerprint, blob)
-        if kv is None or self._weights is None:
+    def restore(self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = "") -> bool:
+        """See `tasks.ports.Engine.restore`. Raises ValueError for a session that has begun."""
+        if self._weights is None:
             return False
-        self._sessions[session, epoch] = kv
-        return True
+        return self._kv.from_bytes((session, epoch), self._fingerprint, blob, prompt, positions, scope)
+
+    def kv_usage(self) -> KVUsage:
+        return self._kv.usage()
+
+    def check_integrity(self) -> None:
+        self._kv.check_integrity()
 
     def close(self) -> None:
         """Free weights and sessions; members of later steps are errors."""
         self._crew.close()
-        self._sessions.clear()
+        self._kv.clear()
         self._weights, self._layers, self._head = None, (), None
 
     def _accept(self, member: Member, seen: set[tuple[str, int]]) -> _Part | StepResult:
-        """Check one member and make room for its KV."""
+        """Check one member."""
         if self._weights is None:
             return MemberError("the engine is closed")
         key = (member.session, member.epoch)
@@ -231,18 +292,13 @@ class NumpyLlama:
         problem = self._problem(tokens, member.start)
         if problem:
             return MemberError(problem)
-        end = member.start + len(tokens)
-        try:
-            kv = SessionKV(self._config, positions=end) if member.start == 0 else self._sessions.get(key)
-            if kv is None or kv.length != member.start:
-                return CacheMiss()
-            kv.reserve(end)
-        except MemoryError:
-            return MemberError("no memory for the session's KV")
-        self._sessions[key] = kv
-        return _Part.of(kv, tokens, member.start)
+        session = self._kv.get(key)
+        if session is None or session.length != member.start:
+            return CacheMiss()
+        problem = session.problem(tokens)
+        return MemberError(problem) if problem else _Part.of(session, tokens, member.start)
 
-    def _problem(self, tokens: npt.NDArray[np.int64], start: int) -> str | None:
+    def _problem(self, tokens: Indices, start: int) -> str | None:
         """Why these tokens cannot run, without naming any of them."""
         if tokens.ndim != 1 or len(tokens) == 0:
             return "a member needs a non-empty, one-dimensional array of tokens"
@@ -255,35 +311,52 @@ class NumpyLlama:
         return None
 
     def _run(self, batch: Sequence[Member], parts: dict[int, _Part], results: list[StepResult | None]) -> None:
-        plan = _Plan.of(parts.values())
-        wanted = [index for index in parts if batch[index].wants_logits]
-        with np.errstate(over="ignore", under="ignore"):
+        plan = _Plan.of(parts.values(), self._config)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             x = self._forward(plan)
+            sick = set() if np.isfinite(x).all() else self._sick(parts, x)
+            wanted = [index for index in parts if batch[index].wants_logits and index not in sick]
             logits = self._logits(x, [parts[index].last.last_row for index in wanted])
         row_of = dict(zip(wanted, logits, strict=True))
         for index, part in parts.items():
-            part.last.kv.length = part.last.end
-            results[index] = StepLogits(row_of.get(index), part.last.end)
+            if index in sick:
+                self._kv.wipe(part.last.session, part.last.end)
+                results[index] = MemberError("the model's numbers overflowed")
+            else:
+                self._kv.advance(part.last.session, part.last.end, prefilled=part.prefilled)
+                results[index] = StepLogits(row_of.get(index), part.last.end)
+
+    def _sick(self, parts: Mapping[int, _Part], x: Floats) -> set[int]:
+        """Members with rows that are no numbers. They have spoilt nobody else's: rows do not touch."""
+        return {
+            index
+            for index, part in parts.items()
+            if not all(np.isfinite(x[run.row : run.last_row + 1]).all() for run in part.runs)
+        }
 
     def _forward(self, plan: _Plan) -> Floats:
         """The last layer's output (R, width); the runs' keys and values are written."""
         config = self._config
         tokens, positions = plan.tokens_and_positions()
         rotation = self._cos[positions][:, None], self._sin[positions][:, None]  # (R, 1, head_dim / 2) each
+        rows, pages, places = plan.stored()
+        self._kv.values[:, pages, :, places, -1] = 1
         x = self._embed(tokens)  # (R, width)
         attended = np.zeros((plan.rows, config.heads, config.head_dim), np.float32)
         for index, layer in enumerate(self._layers):
+            keys, values = self._kv.keys[index], self._kv.values[index]
             qkv = layer.qkv(self._normalised(x), decode_rows=plan.decode_rows)
             heads = qkv.reshape(plan.rows, -1, config.head_dim)  # (R, heads + 2 * kv_heads, head_dim)
             rotated = _rotated(heads[:, : config.heads + config.kv_heads], *rotation)
-            _store(index, plan, rotated[:, config.heads :], heads[:, config.heads + config.kv_heads :])
-            self._attend(index, plan, rotated[:, : config.heads], attended)
+            keys[pages, :, :, places] = rotated[rows, config.heads :]
+            values[pages, :, places, :-1] = heads[rows, config.heads + config.kv_heads :]
+            _attend(plan, rotated[:, : config.heads], keys, values, attended)
             x += layer.output(attended.reshape(plan.rows, -1), decode_rows=plan.decode_rows)
             gate_up = layer.gate_up(self._normalised(x), decode_rows=plan.decode_rows)
             x += layer.down(_gated(gate_up), decode_rows=plan.decode_rows)
         return x
 
-    def _embed(self, tokens: npt.NDArray[np.int64]) -> Floats:
+    def _embed(self, tokens: Indices) -> Floats:
         """(R,) -> (R, width)."""
         weights = self._weights
         assert weights is not None
@@ -301,19 +374,6 @@ class NumpyLlama:
         normalised: Floats = x / sums
         return normalised
 
-    def _attend(self, layer: int, plan: _Plan, queries: Floats, attended: Floats) -> None:
-        """queries (R, heads, head_dim) -> attended, of the same shape."""
-        config = self._config
-        grouped = queries.reshape(plan.rows, config.kv_heads, -1, config.head_dim)  # G = heads / kv_heads
-        mixed = attended.reshape(grouped.shape)
-        for run in plan.decodes:
-            mixed[run.row] = _attended_token(grouped[run.row], run.kv.keys[layer], run.kv.values[layer], run.start)
-        for run in plan.prompts:
-            for offset in range(0, len(run.tokens), BLOCK):
-                rows = slice(run.row + offset, run.row + offset + BLOCK)
-                keys, values = run.kv.keys[layer], run.kv.values[layer]
-                mixed[rows] = _attended_block(grouped[rows], keys, values, run.start + offset)
-
     def _logits(self, x: Floats, last_rows: Sequence[int]) -> list[Logits]:
         weights, head = self._weights, self._head
         assert weights is not None and head is not None
@@ -325,39 +385,15 @@ class NumpyLlama:
         return list(logits[: len(last_rows)])
 
 
-def _store(layer: int, plan: _Plan, keys: Floats, values: Floats) -> None:
-    """Keys and values (R, kv_heads, head_dim) of the batch go to each run's KV."""
-    for run in (*plan.decodes, *plan.prompts):
-        rows = slice(run.row, run.row + len(run.tokens))
-        run.kv.keys[layer, :, run.start : run.end] = keys[rows].transpose(1, 0, 2)
-        run.kv.values[layer, :, run.start : run.end, :-1] = values[rows].transpose(1, 0, 2)
-
-
-def _attended_token(queries: Floats, keys: Floats, values: Floats, position: int) -> Floats:
-    """One token's queries (kv_heads, G, head_dim) over the keys (kv_heads, capacity, head_dim) up to its position."""
-    scores = queries @ keys[:, : position + 1].transpose(0, 2, 1)  # (kv_heads, G, T)
-    return _mixed(scores, values[:, : position + 1])
-
-
-def _attended_block(queries: Floats, keys: Floats, values: Floats, start: int) -> Floats:
-    """A block's queries (16, kv_heads, G, head_dim) from position `start` on, each over the keys up to its own."""
-    stop = start + BLOCK
-    by_head = queries.transpose(1, 2, 0, 3)  # (kv_heads, G, 16, head_dim)
-    flat = by_head.reshape(len(by_head), -1, by_head.shape[-1])
-    scores = flat @ keys[:, :stop].transpose(0, 2, 1)  # (kv_heads, G * 16, T)
-    scores.reshape(*by_head.shape[:-1], stop)[..., start:] += _CAUSAL
-    return _mixed(scores, values[:, :stop]).reshape(by_head.shape).transpose(2, 0, 1, 3)
-
-
-def _mixed(scores: Floats, values: Floats) -> Floats:
-    """softmax(scores) @ values: (..., Q, T), (..., T, head_dim + 1) -> (..., Q, head_dim). `scores` is overwritten.
-
-    The last column of values is ones, so the products hold the softmax's denominator."""
-    scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
-    np.exp(scores, out=scores)
-    products = scores @ values
-    mixed: Floats = products[..., :-1] / products[..., -1:]
-    return mixed
+def _attend(plan: _Plan, queries: Floats, keys: Floats, values: Floats, attended: Floats) -> None:
+    """queries (R, heads, head_dim) over a layer's pages -> attended, of the same shape."""
+    grouped = queries.reshape(plan.rows, keys.shape[1], -1, queries.shape[-1])  # (R, kv_heads, G, head_dim)
+    mixed = attended.reshape(grouped.shape)
+    if plan.tokens is not None:
+        rows = slice(len(plan.decodes))
+        mixed[rows] = attended_tokens(grouped[rows], keys, values, plan.tokens)
+    for span in plan.blocks:
+        mixed[span.rows] = attended_blocks(grouped[span.rows], keys, values, span)
 
 
 def _gated(gate_up: Floats) -> Floats:

@@ -1,0 +1,247 @@
+"""The keys and values of all sessions of an engine, in pages of one pool; and one session's as bytes.
+
+A page holds KV_PAGE positions in all layers. The pool is one pair of arrays for everything, which the system backs with
+memory where it is first written, so an unused budget costs nothing. Which page is whose is `pool.rules.kv_blocks`'s
+business.
+
+What others may begin with is exact: pages full of prompt tokens that were prefilled on the grid. Whatever else is in a
+page (a generated token's KV differs in the last bits) stays its session's own, unless its release says all tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pool.errors import ConfigurationError
+from pool.rules.kv_blocks import BlockPool
+from tasks.ports import KVUsage, TokenIds
+from workers.engines.llama_weights import Floats, LlamaConfig
+from workers.engines.paged_attention import KV_PAGE, Run, rows_of
+
+_MAGIC = b"genpool-kv-2"
+_LENGTHS = struct.Struct("<IQI")  # header bytes, payload bytes, CRC-32 of the payload
+
+Key = tuple[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class PagedSession:
+    """A session's `room` and `length` in positions. The first `prefilled` were computed as blocks of its prompt.
+    `pages`: its table, of which `runs` are the stretches that lie in a row."""
+
+    key: Key
+    prompt: TokenIds
+    room: int
+    length: int
+    prefilled: int
+    pages: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    runs: list[Run] = field(default_factory=list)
+
+    def problem(self, tokens: npt.NDArray[np.int64]) -> str | None:
+        """Why these tokens cannot come next, without naming any of them."""
+        stop = self.length + len(tokens)
+        if stop > self.room:
+            return f"the session has room for {self.room} positions, not for {stop}"
+        known = self.prompt[self.length : stop]
+        if not np.array_equal(known, tokens[: len(known)]):
+            return "these are not the tokens of the prompt that the session began with"
+        return None
+
+    def places(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Page and place in it (n,) of each of the positions [start, stop)."""
+        positions = np.arange(start, stop)
+        return self.pages[positions // KV_PAGE], positions % KV_PAGE
+
+
+class PagedKV:
+    """`keys` (layers, pages, kv_heads, head_dim, 64) and `values` (layers, pages, kv_heads, 64, head_dim + 1) float32.
+
+    The extra column of `values` is one at every position that was written: products of attention weights and values
+    then hold the weights' sum, the softmax's denominator, added up in the same order as the numerator. All numbers are
+    finite, also those that nobody wrote or whose session has ended.
+    """
+
+    def __init__(self, config: LlamaConfig, kv_bytes: int) -> None:
+        """Raises ConfigurationError where `kv_bytes` is less than a page or more than this machine gives."""
+        self._config = config
+        page_bytes = position_bytes(config) * KV_PAGE
+        pages = kv_bytes // page_bytes
+        if pages < 1:
+            raise ConfigurationError(
+                f"kv_budget_bytes is {kv_bytes}, but a page of {KV_PAGE} positions takes {page_bytes} bytes.",
+                param="kv_budget_bytes",
+            )
+        layers, kv_heads, head_dim = config.layers, config.kv_heads, config.head_dim
+        try:
+            self.keys: Floats = np.zeros((layers, pages, kv_heads, head_dim, KV_PAGE), np.float32)
+            self.values: Floats = np.zeros((layers, pages, kv_heads, KV_PAGE, head_dim + 1), np.float32)
+        except MemoryError:
+            raise ConfigurationError(
+                f"kv_budget_bytes is {kv_bytes}, which is more than this machine gives.", param="kv_budget_bytes"
+            ) from None
+        self._books = BlockPool(pages, KV_PAGE)
+        self._sessions: dict[Key, PagedSession] = {}
+
+    @property
+    def positions(self) -> int:
+        """Positions in all."""
+        return self._books.total * KV_PAGE
+
+    def get(self, key: Key) -> PagedSession | None:
+        return self._sessions.get(key)
+
+    def resident(self, prompt: TokenIds, scope: str) -> int:
+        """See `tasks.ports.Engine.resident`."""
+        return self._books.resident(prompt, scope)
+
+    def begin(
+        self, key: Key, prompt: TokenIds, positions: int, scope: str, *, share: int | None = None
+    ) -> PagedSession | None:
+        """See `tasks.ports.Engine.begin`. `share`: how many positions of the prompt may be others', if not all."""
+        found = self._books.begin(key, prompt, positions, scope, share=share)
+        if found is None:
+            return None
+        session = PagedSession(key, np.array(prompt, np.int32), positions, found, found)
+        self._map(session)
+        self._sessions[key] = session
+        return session
+
+    def extend(self, key: Key, positions: int) -> bool:
+        """See `tasks.ports.Engine.extend`."""
+        session = self._sessions.get(key)
+        if session is None or not self._books.extend(key, positions):
+            return False
+        session.room = max(session.room, positions)
+        self._map(session)
+        return True
+
+    def advance(self, session: PagedSession, stop: int, *, prefilled: int) -> None:
+        """Positions up to `stop` are written, those up to `prefilled` as blocks of tokens in a row."""
+        session.length = stop
+        if prefilled > session.prefilled:
+            session.prefilled = prefilled
+            self._books.written(session.key, prefilled)
+
+    def wipe(self, session: PagedSession, stop: int) -> None:
+        """Make [length, stop) finite again: whoever has these pages later multiplies what is there by zero."""
+        pages, places = session.places(session.length, stop)
+        self.keys[:, pages, :, :, places] = 0
+        self.values[:, pages, :, places] = 0
+
+    def release(self, key: Key, tokens: TokenIds | None = None, holder: str = "") -> None:
+        """See `tasks.ports.Engine.release`."""
+        session = self._sessions.pop(key, None)
+        if session is None:
+            return
+        if tokens is not None and len(tokens) >= session.length:
+            self._books.learn(key, tokens[: session.length])
+        if holder:
+            self._books.pin(holder, key)
+        self._books.release(key)
+
+    def unpin(self, holder: str) -> None:
+        """See `tasks.ports.Engine.unpin`."""
+        self._books.unpin(holder)
+
+    def usage(self) -> KVUsage:
+        """See `tasks.ports.KVUsage`."""
+        usage = self._books.usage()
+        return KVUsage(
+            total=usage.total * KV_PAGE,
+            held=usage.held * KV_PAGE,
+            pinned=usage.pinned * KV_PAGE,
+            cached=usage.cached * KV_PAGE,
+            evictions=self._books.evictions,
+        )
+
+    def check_integrity(self) -> None:
+        """See `tasks.ports.Engine.check_integrity`."""
+        self._books.check_integrity()
+
+    def clear(self) -> None:
+        """Forget all sessions, and all KV."""
+        for key in list(self._sessions):
+            self.release(key)
+        self.keys, self.values = self.keys[:, :0], self.values[:, :0]
+
+    # -- bytes -------------------------------------------------------------------------------------------------------
+
+    def to_bytes(self, key: Key, fingerprint: str) -> bytes | None:
+        """All positions of the session, with a header that names the engine's fingerprint. None: it holds nothing."""
+        session = self._sessions.get(key)
+        if session is None or not session.length:
+            return None
+        pages, places = session.places(0, session.length)
+        # (length, layers, kv_heads, head_dim) both
+        payload = self.keys[:, pages, :, :, places].tobytes() + self.values[:, pages, :, places, :-1].tobytes()
+        document = {
+            "fingerprint": fingerprint,
+            "length": session.length,
+            "prefilled": session.prefilled,
+            "prompt": _digest(session.prompt),
+        }
+        header = json.dumps(document).encode()
+        return b"".join((_MAGIC, _LENGTHS.pack(len(header), len(payload), zlib.crc32(payload)), header, payload))
+
+    def from_bytes(self, key: Key, fingerprint: str, blob: bytes, prompt: TokenIds, positions: int, scope: str) -> bool:
+        """Begin a session as `to_bytes` saw it. False, and nothing happens, for bytes that are damaged, of another
+        fingerprint or another prompt, and when there is no room."""
+        opened = _open(blob)
+        if opened is None:
+            return False
+        header, payload = opened
+        if header.get("fingerprint") != fingerprint or header.get("prompt") != _digest(prompt):
+            return False
+        config = self._config
+        length, prefilled = int(header["length"]), int(header["prefilled"])
+        shape = (2, length, config.layers, config.kv_heads, config.head_dim)
+        if payload.nbytes != 4 * np.prod(shape) or length > positions:
+            return False
+        session = self.begin(key, prompt, positions, scope, share=length)
+        if session is None:
+            return False
+        start = session.length
+        pages, places = session.places(start, length)
+        keys, values = np.frombuffer(payload, np.float32).reshape(shape)
+        self.keys[:, pages, :, :, places] = keys[start:]
+        self.values[:, pages, :, places, :-1] = values[start:]
+        self.values[:, pages, :, places, -1] = 1
+        self.advance(session, length, prefilled=prefilled)
+        return True
+
+    def _map(self, session: PagedSession) -> None:
+        table = self._books.table(session.key)
+        session.pages = np.array(table, np.int64)
+        session.runs = rows_of(table)
+
+
+def position_bytes(config: LlamaConfig) -> int:
+    """Bytes of KV one position takes."""
+    return config.layers * config.kv_heads * (2 * config.head_dim + 1) * 4
+
+
+def _digest(tokens: TokenIds) -> str:
+    return hashlib.sha256(np.asarray(tokens, "<i4").tobytes()).hexdigest()
+
+
+def _open(blob: bytes) -> tuple[dict[str, str | int], memoryview] | None:
+    """Header and payload of a sound snapshot."""
+    start = len(_MAGIC) + _LENGTHS.size
+    if len(blob) < start or not blob.startswith(_MAGIC):
+        return None
+    header_bytes, payload_bytes, checksum = _LENGTHS.unpack_from(blob, len(_MAGIC))
+    payload = memoryview(blob)[start + header_bytes :]
+    if payload.nbytes != payload_bytes or zlib.crc32(payload) != checksum:
+        return None
+    try:
+        header = json.loads(blob[start : start + header_bytes])
+        return ({**header, "length": int(header["length"]), "prefilled": int(header["prefilled"])}, payload)
+    except (ValueError, KeyError, TypeError):
+        return None
