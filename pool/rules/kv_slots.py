@@ -1,4 +1,4 @@
-"""KV in slots: which session runs in which, what is kept in the others, and what is given up for room. The engine copies.
+"""KV in slots: which session runs in which, what is kept in others, what is given up for room. The engine copies.
 
 A *slot* is room for a fixed number of positions, in order from 0; an engine that can share nothing but whole sequences
 (llama.cpp with a partitioned KV) has one for each. Every slot is one of these:
@@ -6,7 +6,7 @@ A *slot* is room for a fixed number of positions, in order from 0; an engine tha
 | a slot is | when |
 |---|---|
 | live | a session runs in it |
-| kept | its session has ended, and a later one may begin with what it holds; given up when room is needed, the longest unused first |
+| kept | its session has ended, and a later one may begin with what it holds; given up for room, longest unused first |
 | pinned | kept, and a holder (a Program between two requests) was promised that it stays |
 | free | there is nothing in it that anybody can ask for |
 
@@ -15,13 +15,13 @@ runs; what it begins with is copied, unless nobody needs the original any more. 
 tenant) begin with each other's KV.
 
 **Live slots come first.** llama.cpp multiplies the rows of several sequences together only when their numbers follow
-each other, so a new session takes the lowest slot that is not live, `condense` closes gaps, and what is kept makes way by
-changing places.
+each other, so a new session takes the lowest slot that is not live, `condense` closes gaps, and what is kept makes way
+by changing places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -30,9 +30,11 @@ import numpy.typing as npt
 from pool.rules.kv_blocks import IntegrityError
 
 TokenIds = npt.NDArray[np.int32]
+#: A session, by its id and epoch.
+Key = tuple[str, int]
 
-#: Copying a position costs at most a sixteenth of computing it (measured: 0.03 to 0.09 ms against 1.4 ms), and the whole
-#: of a source is copied, whatever the part that is in common. So a copy pays when at least this share is in common.
+#: Copying a position costs at most a sixteenth of computing it (measured: 0.03 to 0.09 ms against 1.4 ms), and all of a
+#: source is copied, whatever the part that is in common. So a copy pays when at least this share is in common.
 WORTH_SHARE = 16
 #: Less is neither copied, which has a fixed cost about that of a decode row, nor kept.
 WORTH_TOKENS = 16
@@ -48,7 +50,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a new session runs. What the engine does, in this order: `swaps`; copy all of the slot `source` into `slot`
+    """Where a new session runs. What the engine does, in this order: `swaps`; copy all of the slot `source` to `slot`
     (None: no copy); cut `slot` to its first `held` positions, those the session begins with."""
 
     slot: int
@@ -71,26 +73,26 @@ class SlotUsage:
 @dataclass(slots=True)
 class _Content:
     """What a slot holds. `tokens` (T,): those known of it, positions 0 .. T - 1; the first `findable` are computed, so
-    that others may begin with them. `session`: the live one; `used`: when it was last asked for, as a running number."""
+    that others may begin with them. `session`: the live one; `used`: when it was last asked for, a running number."""
 
     scope: str
     tokens: TokenIds
     findable: int = 0
-    session: Hashable | None = None
+    session: Key | None = None
     used: int = 0
 
 
 @dataclass
 class SlotPool:
-    """The books of `total` slots of `slot_tokens` positions each. Sessions go by any hashable key but None. A session
-    begins with a multiple of `grid` positions."""
+    """The books of `total` slots of `slot_tokens` positions each. A session begins with a multiple of
+    `grid` positions."""
 
     total: int
     slot_tokens: int
     grid: int = 1
     evictions: int = 0
     _contents: dict[int, _Content] = field(default_factory=dict)
-    _slots: dict[Hashable, int] = field(default_factory=dict)
+    _slots: dict[Key, int] = field(default_factory=dict)
     _pins: dict[str, int] = field(default_factory=dict)
     _clock: int = 0
 
@@ -98,7 +100,7 @@ class SlotPool:
         """How many positions a session of this prompt would begin with."""
         return self._best(prompt, scope)[1]
 
-    def begin(self, key: Hashable, prompt: TokenIds, positions: int, scope: str = "") -> Placement | None:
+    def begin(self, key: Key, prompt: TokenIds, positions: int, scope: str = "") -> Placement | None:
         """Give a new session a slot; it begins with whatever of `prompt` (P,) is here, less than P positions.
 
         None, and nothing happens: every slot is live or pinned, or none is long enough.
@@ -120,25 +122,25 @@ class SlotPool:
         self._slots[key] = slot
         return Placement(slot, held, swaps, None if source == slot else source)
 
-    def extend(self, key: Hashable, positions: int) -> bool:
+    def extend(self, key: Key, positions: int) -> bool:
         """Whether the session's slot has room for so many in all."""
         return key in self._slots and positions <= self.slot_tokens
 
-    def slot(self, key: Hashable) -> int:
+    def slot(self, key: Key) -> int:
         """Where the session runs now."""
         return self._slots[key]
 
-    def written(self, key: Hashable, positions: int) -> None:
+    def written(self, key: Key, positions: int) -> None:
         """The session's first `positions` are computed: others may begin with those of its prompt."""
         content = self._contents[self._slots[key]]
         content.findable = max(content.findable, min(positions, len(content.tokens)))
 
-    def learn(self, key: Hashable, tokens: TokenIds) -> None:
-        """All of the session's positions so far hold `tokens`, prompt and output, and others may begin with them."""
+    def learn(self, key: Key, tokens: TokenIds, findable: int) -> None:
+        """The session's positions hold `tokens`, and others may begin with the first `findable` of them."""
         content = self._contents[self._slots[key]]
-        content.tokens, content.findable = tokens.copy(), len(tokens)
+        content.tokens, content.findable = tokens.copy(), findable
 
-    def release(self, key: Hashable, holder: str = "") -> tuple[int, int] | None:
+    def release(self, key: Key, holder: str = "") -> tuple[int, int] | None:
         """The session has ended: what can be found of it stays, for `holder` in place of what stayed for it before.
 
         Returns the slot and how many of its positions stay; the engine cuts the rest off. None: no such session.
@@ -160,12 +162,14 @@ class SlotPool:
                 self._pins[holder] = slot
         return slot, stays
 
-    def drop(self, key: Hashable) -> int | None:
-        """The session has ended, and nothing of it stays. Returns its slot, None: no such session."""
-        slot = self._slots.pop(key, None)
-        if slot is not None:
-            del self._contents[slot]
-        return slot
+    def empty(self, slot: int) -> Key | None:
+        """What the slot held is gone. Returns the session that ran in it, if one did."""
+        content = self._contents.pop(slot, None)
+        self._pins = {holder: pinned for holder, pinned in self._pins.items() if pinned != slot}
+        if content is None or content.session is None:
+            return None
+        del self._slots[content.session]
+        return content.session
 
     def unpin(self, holder: str) -> None:
         """The holder needs nothing any more; what was kept for it may be given up. Idempotent."""
@@ -183,9 +187,12 @@ class SlotPool:
     def usage(self) -> SlotUsage:
         """How much of everything there is."""
         pinned = self._pinned()
-        kept = [content for slot, content in self._contents.items() if content.session is None and slot not in pinned]
-        cached = sum(content.findable for content in kept)
-        return SlotUsage(self.total, len(self._slots), len(pinned), len(kept), cached)
+        unpinned = [length for slot, length in self.kept().items() if slot not in pinned]
+        return SlotUsage(self.total, len(self._slots), len(pinned), len(unpinned), sum(unpinned))
+
+    def kept(self) -> dict[int, int]:
+        """How many positions each slot without a session holds; slots that hold none are left out."""
+        return {slot: content.findable for slot, content in self._contents.items() if content.session is None}
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless sessions, slots and pins name each other and no slot holds more than fits."""
@@ -208,7 +215,7 @@ class SlotPool:
     # -- the books ---------------------------------------------------------------------------------------------------
 
     def _best(self, prompt: TokenIds, scope: str) -> tuple[int | None, int]:
-        """The slot with the longest usable common prefix, and its length; of equal ones the one that needs no copy, then
+        """The slot with the longest usable common prefix, and its length; of equal ones one that needs no copy, then
         the shortest, which is copied soonest."""
         lowest, pinned = self._lowest(), self._pinned()
         best: tuple[int | None, int] = (None, 0)
@@ -234,7 +241,7 @@ class SlotPool:
         pinned = self._pinned()
         if slot not in self._contents or (slot == source and slot not in pinned):
             return (), source
-        home = self._home(slot, source)
+        home = self._home(source)
         if home is None:
             return None
         if home == slot:
@@ -246,20 +253,15 @@ class SlotPool:
         moved = {slot: home, home: slot}
         return (swap,), source if source is None else moved.get(source, source)
 
-    def _home(self, slot: int, source: int | None) -> int | None:
-        """Where what is kept in `slot` goes: to a free slot, in place of what was unused longest (which may be itself),
+    def _home(self, source: int | None) -> int | None:
+        """Where what stands in the way goes: to a free slot, in place of what was unused longest (which may be itself),
         or else where the source is, which is then taken over."""
         free = next((number for number in reversed(range(self.total)) if number not in self._contents), None)
         if free is not None:
             return free
-        pinned = self._pinned()
-        kept = {
-            number: content.used
-            for number, content in self._contents.items()
-            if content.session is None and number not in pinned
-        }
-        others = [number for number in kept if number != source]
-        return min(others or kept, key=kept.__getitem__, default=None)
+        kept = self.kept().keys() - self._pinned()
+        others = kept - {source}
+        return min(others or kept, key=lambda number: self._contents[number].used, default=None)
 
     def _give_up(self, slot: int) -> None:
         if self._contents.pop(slot, None) is not None:

@@ -155,6 +155,10 @@ class LlamaContext:
             return moved, self.cut(second, 0)
         return moved, self.set_state(second, kept) and self.held(second) == lengths[0]
 
+    def clear(self) -> None:
+        """Empty all slots, and overwrite what was in them."""
+        self._lib.llama_memory_clear(self._memory, True)
+
     def set_threads(self, threads: int) -> None:
         """Compute with so many threads from now on."""
         self._lib.llama_set_n_threads(self._context, threads, threads)
