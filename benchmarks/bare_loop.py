@@ -51,6 +51,10 @@ class BareLoop:
     def _generate(self, prompts: list[TokenIds], tokens: int) -> list[list[int]]:
         self._epoch += 1
         outputs: list[list[int]] = [[] for _ in prompts]
+        for at, prompt in enumerate(prompts):
+            # A scope of its own: nothing is reused of what ran before.
+            if self._engine.begin(str(at), self._epoch, prompt, len(prompt) + tokens, str(self._epoch)) != 0:
+                raise RuntimeError("the engine has no room for the prompts")
         self._step([Member(str(at), self._epoch, prompt, 0) for at, prompt in enumerate(prompts)], outputs)
         for position in range(tokens - 1):
             rows = [

@@ -1,8 +1,9 @@
-"""Engines for the tests: the tiny one, and SmolLM2 from the model cache."""
+"""Engines for the tests: the tiny one, one with wide heads, SmolLM2 from the model cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,31 @@ import pytest
 from pool.settings import ModelSettings
 from tasks.ports import Engine
 from workers.engines import load_engine
+from workers.engines.numpy_llama import NumpyLlama
+from workers.engines.tiny import TINY, tiny_llama
 from workers.weights import ensure_weights
 
 SMOLLM2 = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """How much an engine is given in the contract's tests: prompts of `lengths`, `tokens` generated each, `rooms`
+    sessions at once; two prompts of `long` lengths; a prompt of `shared` tokens that others begin with."""
+
+    lengths: tuple[int, ...]
+    tokens: int
+    rooms: tuple[int, ...]
+    long: tuple[int, int]
+    shared: int = 150
+
+
+#: Every engine that must keep the contract, by the fixture that loads it: around the grid and the borders of pages.
+WORKLOADS = {
+    "tiny": Workload((1, 15, 16, 17, 33, 64, 70, 100, 129, 250, 5, 48), 24, (2, 8, 16), (520, 1960)),
+    "wide": Workload((1, 16, 17, 63, 64, 65, 127, 128, 129, 200), 12, (2, 8), (700, 1990)),
+    "smollm2": Workload((1, 16, 17, 40), 4, (8,), (63, 130)),
+}
 
 
 @pytest.fixture(scope="session")
@@ -27,18 +50,39 @@ def tiny() -> Engine:
 
 
 @pytest.fixture(scope="session")
+def wide() -> Engine:
+    """Heads of SmolLM2's size, three to a KV head, and little else."""
+    config = replace(TINY, layers=2, width=128, heads=6, kv_heads=2, head_dim=64, ffn_width=64)
+    return NumpyLlama(*tiny_llama(7, config))
+
+
+@pytest.fixture(scope="session")
 def smollm2(smollm2_path: Path) -> Iterator[Engine]:
     engine = load_engine(SMOLLM2, ModelSettings(source=SMOLLM2), weights=smollm2_path)
     yield engine
     engine.close()
 
 
-@pytest.fixture(params=["tiny", "smollm2"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Every engine that must keep the contract. Engines are shared by all tests; the sessions `a` to `d`, epochs 0 to
-    2, are the test's own and gone before the next."""
-    loaded: Engine = request.getfixturevalue(request.param)
+@pytest.fixture(params=list(WORKLOADS))
+def engine_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def workload(engine_name: str) -> Workload:
+    return WORKLOADS[engine_name]
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, engine_name: str) -> Iterator[Engine]:
+    """An engine of `WORKLOADS`, shared by all tests; the sessions `a` to `d`, epochs 0 to 2, and the holder `h` are the
+    test's own and gone before the next. Whoever leaves others behind fails."""
+    loaded: Engine = request.getfixturevalue(engine_name)
     yield loaded
     for session in ("a", "b", "c", "d"):
         for epoch in range(3):
             loaded.release(session, epoch)
+    loaded.unpin("h")
+    loaded.check_integrity()
+    usage = loaded.kv_usage()
+    assert (usage.held, usage.pinned) == (0, 0)

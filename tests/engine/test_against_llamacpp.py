@@ -112,6 +112,8 @@ def log_probabilities(client: httpx.Client, prompt: list[int], count: int) -> di
 def streams(smollm2: Engine) -> list[Stream]:
     """Our output for each prompt, `STEPS` greedy tokens, with its logits."""
     streams = [Stream(ids(*smollm2.vocabulary.encode_prompt(chat(prompt)))) for prompt in PROMPTS]
+    for k, stream in enumerate(streams):
+        assert smollm2.begin(f"llama-{k}", 0, stream.prompt, len(stream.prompt) + STEPS, scope=f"llama-{k}") == 0
     first = smollm2.step([Member(f"llama-{k}", 0, stream.prompt, 0) for k, stream in enumerate(streams)])
     for stream, result in zip(streams, first, strict=True):
         stream.take(row_of(result))

@@ -9,7 +9,7 @@ from tests.engine import golden
 
 
 @pytest.mark.parametrize(
-    ("engine", "source"), [("tiny", "random:7"), ("smollm2", "smollm2-135m-instruct")], indirect=["engine"]
+    ("engine_name", "source"), [("tiny", "random:7"), ("smollm2", "smollm2-135m-instruct")], indirect=["engine_name"]
 )
 def test_golden_tokens(engine: Engine, source: str) -> None:
     """Prompts have the same ids, and their greedy output the same tokens, on every machine."""

@@ -30,20 +30,22 @@ both between being under three never know same last another while us might great
 """
 
 
-def tiny_llama(seed: int) -> tuple[LlamaWeights, Vocabulary]:
-    """The model of `seed` (>= 0): about 0.3 million weights, context 2048."""
-    config = LlamaConfig(
-        layers=5,
-        width=64,
-        heads=8,
-        kv_heads=4,
-        head_dim=8,
-        ffn_width=172,
-        vocabulary_size=VOCABULARY_SIZE,
-        context_length=2048,
-        rope_base=10000.0,
-        norm_epsilon=1e-5,
-    )
+TINY = LlamaConfig(
+    layers=5,
+    width=64,
+    heads=8,
+    kv_heads=4,
+    head_dim=8,
+    ffn_width=172,
+    vocabulary_size=VOCABULARY_SIZE,
+    context_length=2048,
+    rope_base=10000.0,
+    norm_epsilon=1e-5,
+)
+
+
+def tiny_llama(seed: int, config: LlamaConfig = TINY) -> tuple[LlamaWeights, Vocabulary]:
+    """The model of `seed` (>= 0): about 0.3 million weights, unless `config` says otherwise; its vocabulary is fixed."""
     rng = np.random.default_rng(seed)
     layers = tuple(lay_out(config, _random_layer(config, rng)) for _ in range(config.layers))
     embedding = _normal(rng, VOCABULARY_SIZE, config.width, deviation=1.0)
