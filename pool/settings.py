@@ -186,6 +186,7 @@ class ModelSettings(Section):
     )
     source: str = Field(
         description="Where the weights come from: `smollm2-135m-instruct` (fetched into the model cache), "
+        "`smollm2-135m-instruct:q4_0` (made of it, also `q4_1` and `q8_0`; needs the extra `llama`), "
         "`random:SEED` (a tiny model generated in code, for tests), or the path of a GGUF file.",
         min_length=1,
     )

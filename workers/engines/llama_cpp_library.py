@@ -18,9 +18,6 @@ from pool.errors import ConfigurationError
 
 log = logging.getLogger("genpool.llama_cpp")
 
-#: Quantisations that a source may ask for, by the number of llama.cpp's `llama_ftype`.
-FILE_TYPES = {"q4_0": 2, "q4_1": 3, "q8_0": 7}
-
 _ERROR = 3  # ggml_log_level
 #: What the library complained about last, for messages of our own.
 _complaints: deque[str] = deque(maxlen=3)
@@ -64,15 +61,16 @@ def forget_complaints() -> None:
     _complaints.clear()
 
 
-def requantise(source: Path, target: Path, file_type: str) -> None:
-    """Write the model `source`, in another quantisation, to `target`. Raises ConfigurationError when it cannot be."""
+def requantise(source: Path, target: Path, file_type: int) -> None:
+    """Write the model `source`, in the quantisation `file_type` (a `llama_ftype`), to `target`. Raises
+    ConfigurationError when it cannot be."""
     lib = library()
     params = lib.llama_model_quantize_default_params()
-    params.ftype = FILE_TYPES[file_type]
+    params.ftype = file_type
     params.allow_requantize = True
     forget_complaints()
     if lib.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params)) != 0:
-        raise ConfigurationError(f"{source.name} cannot be requantised to {file_type}{complaint()}.", param="source")
+        raise ConfigurationError(f"{source.name} cannot be requantised{complaint()}.", param="source")
 
 
 def _on_line(level: int, text: bytes, _data: Any) -> None:
