@@ -87,15 +87,14 @@ def llama_smollm2() -> Iterator[Engine]:
 
 def load_llama(path: Path, *, slots: int, slot_tokens: int, bytes_per_token: int, **settings: Any) -> LlamaCpp:
     """llama.cpp with so many slots of so many positions, of which all but two are for running sessions."""
-    chosen = ModelSettings(
-        backend="llama_cpp",
-        source=str(path),
-        target_inflight=slots - 2,
-        kept_prefixes=2,
-        kv_budget_bytes=slots * slot_tokens * bytes_per_token,
-        **({"threads": 1} | settings),
-    )
-    engine = load_engine("llama", chosen, weights=path)
+    chosen: dict[str, Any] = {
+        "target_inflight": slots - 2,
+        "kept_prefixes": 2,
+        "kv_budget_bytes": slots * slot_tokens * bytes_per_token,
+        "threads": 1,
+    }
+    model = ModelSettings(backend="llama_cpp", source=str(path), **(chosen | settings))
+    engine = load_engine("llama", model, weights=path)
     assert isinstance(engine, LlamaCpp)
     return engine
 

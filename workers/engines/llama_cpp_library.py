@@ -18,7 +18,7 @@ from pool.errors import ConfigurationError
 
 log = logging.getLogger("genpool.llama_cpp")
 
-_ERROR = 3  # ggml_log_level
+_ERROR = 4  # ggml_log_level
 #: What the library complained about last, for messages of our own.
 _complaints: deque[str] = deque(maxlen=3)
 #: The callbacks given to the library, which must live as long as it does.
