@@ -25,7 +25,7 @@ import click
 from pool.errors import GenpoolError
 from pool.store.connection import connect
 from tasks import dead_letters, job_commands, launch
-from tasks.api_keys import ADMIN, METRICS, USER, KeyRing, check_exposed, new_key
+from tasks.api_keys import ADMIN, LABEL, METRICS, USER, KeyRing, check_exposed, new_key
 from tasks.client import Client
 from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings, state_url
 from tasks.config_docs import markdown
@@ -51,9 +51,13 @@ class _Group(click.Group):
 
 
 _MODEL = click.option("--model", help="Model to run. Default: the first enabled one.")
-_MAX_TOKENS = click.option("--max-tokens", type=click.IntRange(1, MAX_TOKENS_LIMIT), help="Most tokens to generate.")
+_MAX_TOKENS = click.option(
+    "--max-tokens", type=click.IntRange(1, MAX_TOKENS_LIMIT), help="Most tokens to generate. Default: as many as fit."
+)
 _TEMPERATURE = click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy. Default: 1.")
-_SEED = click.option("--seed", type=click.IntRange(0, MAX_SEED), help="Makes the result repeatable.")
+_SEED = click.option(
+    "--seed", type=click.IntRange(0, MAX_SEED), help="Makes the result repeatable. Default: a random one."
+)
 _ALL = click.option("--all", "everything", is_flag=True, help="All dead letters instead of single ones.")
 
 
@@ -67,7 +71,7 @@ def cli(config_file: Path | None) -> None:
 
 
 @cli.command()
-@click.option("--port", type=click.IntRange(0, 65535), help="Port of the API. 0: a free one.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port of the API. 0: a free one. Default: server.port.")
 @click.option("--flower", is_flag=True, help="Also run Flower, Celery's monitor.")
 @click.option("--flower-port", type=click.IntRange(1, 65535), default=5555, show_default=True)
 def up(port: int | None, flower: bool, flower_port: int) -> None:
@@ -86,7 +90,7 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
         launch.remove_metrics(settings, port)
         supervisor = Supervisor(plan)
         url = launch.base_url(host, port)
-        ready = f"genpool is ready: {url}/v1 serves {', '.join(models) or 'no model'}"
+        ready = f"genpool is ready: {url}/v1 serves {', '.join(models) or 'no model'}; examples are at {url}/docs"
         if flower:
             ready += f"; Flower is at {launch.base_url(launch.FLOWER_HOST, flower_port)}"
         code = supervisor.run(on_ready=lambda: supervisor.output.line(ready))
@@ -99,10 +103,15 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
 
 @cli.command()
 @click.argument("model")
-@click.option("-c", "--concurrency", type=click.IntRange(1, 1024), help="Generations in flight at most.")
-@click.option("-n", "--name", help="Celery node name. Default: MODEL@HOST; a second worker of a host needs another.")
+@click.option(
+    "-c",
+    "--concurrency",
+    type=click.IntRange(1, 1024),
+    help="Generations in flight at most. Default: the model's target_inflight.",
+)
+@click.option("-n", "--name", help="Celery node name, to choose one. Default: MODEL@HOST.")
 def worker(model: str, concurrency: int | None, name: str | None) -> None:
-    """Run a Celery worker that serves MODEL."""
+    """Run a Celery worker that serves MODEL. A second one of the same host registers as MODEL@HOST-2 by itself."""
     settings = load_settings()
     launch.require_model(settings, model)
     _fetch(settings, [model])
@@ -146,7 +155,7 @@ def submit(prompt: str, **options: Any) -> None:
 def status(job: str) -> None:
     """Print a job's record as JSON."""
     with _client(load_settings()) as client:
-        click.echo(job_commands.status(client.get(job)))
+        click.echo(job_commands.status(client.view(job)))
 
 
 @cli.command()
@@ -154,7 +163,8 @@ def status(job: str) -> None:
 def cancel(job: str) -> None:
     """Cancel a job and print its record as JSON."""
     with _client(load_settings()) as client:
-        click.echo(job_commands.status(client.cancel(job)))
+        client.cancel(job)
+        click.echo(job_commands.status(client.view(job)))
 
 
 @cli.command()
@@ -206,10 +216,14 @@ def check(as_json: bool, rerun: int) -> None:
 
 
 @cli.command()
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of the API to look at. Default: server.port.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def doctor(as_json: bool) -> None:
+def doctor(port: int | None, as_json: bool) -> None:
     """Check versions, state server, models, port, folders and clock. Exit code 1 when something is wrong."""
-    found = list(examine(load_settings(), weights_fault))
+    settings = load_settings()
+    if port is not None:
+        settings = settings.model_copy(update={"server": settings.server.model_copy(update={"port": port})})
+    found = list(examine(settings, weights_fault))
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in found], indent=2))
     else:
@@ -384,7 +398,7 @@ def new_api_key(name: str, kind: str | None) -> None:
     server.keys_file, is the line."""
     key, line = new_key(name, kind or USER)
     click.echo(f"key   {key}")
-    click.echo(f"line  {line}")
+    click.echo(f"{LABEL}  {line}")
 
 
 def _fetch(settings: Settings, names: tuple[str, ...] | list[str]) -> dict[str, Path]:

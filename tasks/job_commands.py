@@ -8,12 +8,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import asdict
 from typing import Any, TextIO
 
 from pool.errors import GenerationFailed, GenpoolError, InvalidRequest, UnknownModel
 from pool.store.audit import Audit, Violation
 from pool.store.ids import new_ref
-from pool.store.log import LogEntry
+from pool.store.jobs import View
+from pool.store.log import LogEntry, texts_of
 from pool.store.records import JobRecord
 from tasks.client import Client
 from tasks.config import Settings
@@ -55,8 +57,10 @@ def build_request(
         raise InvalidRequest("The prompt is not valid Unicode text.", param="prompt") from error
 
 
-def status(record: JobRecord) -> str:
-    """A record as JSON, times in milliseconds since 1970."""
+def status(view: View) -> str:
+    """A record as JSON, times in milliseconds since 1970. Outputs of a job without any of its own (it runs, or was
+    cancelled or failed) are what its log has shown."""
+    record = view.record
     shown = {
         "id": record.id,
         "model": record.model,
@@ -71,13 +75,18 @@ def status(record: JobRecord) -> str:
             "cached_tokens": record.cached_tokens,
             "output_tokens": record.output_tokens,
         },
-        "outputs": [
-            {"text": output.text, "finish_reason": output.finish_reason, "tokens": output.tokens}
-            for output in record.outputs
-        ],
+        "outputs": [asdict(output) for output in record.outputs] or list(_logged(view)),
         "error": {"code": record.error_code, "message": record.error_message} if record.error_code else None,
     }
     return json.dumps(shown, indent=2, ensure_ascii=False)
+
+
+def _logged(view: View) -> Iterator[dict[str, Any]]:
+    """What each choice has shown so far, if it has shown anything."""
+    for choice, text in enumerate(texts_of(view.entries, view.record.n)):
+        if text:
+            tokens = sum(len(entry.token_ids) for entry in view.entries if entry.choice == choice)
+            yield {"text": text, "finish_reason": None, "tokens": tokens}
 
 
 def tail(client: Client, job: str, out: TextIO) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -247,6 +247,9 @@ class Failed:
 
 Event = Tokens | Finished | Failed
 
+#: How a job counts that is stopped from outside.
+Stopped = Literal["cancelled", "failed"]
+
 
 class EventSink(Protocol):
     """Where a runner delivers. Called from the runner's own thread; must not block on the network."""
@@ -272,11 +275,13 @@ class Runner(Protocol):
     def start(self, sink: EventSink) -> None: ...
 
     def submit(self, generation: Generation) -> None:
-        """Take a job. Raises InvalidRequest when it can never run here; queueing is the caller's business."""
+        """Take a job. Raises InvalidRequest when it can never run here, another Refused when it may run elsewhere or
+        later: then it goes back to the queue."""
         ...
 
-    def cancel(self, job: str, attempt: int) -> bool:
-        """Stop within one step, without any event. False: no such live job. Idempotent."""
+    def cancel(self, job: str, attempt: int, *, how: Stopped = "cancelled") -> bool:
+        """Stop within one step, without any event; tokens that were told stay. `how` it counts: `failed` is for
+        deadlines and lost leases. False: no such live job. Idempotent."""
         ...
 
     def capacity(self) -> RunnerCapacity: ...

@@ -17,7 +17,7 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
-from pool.rules.batching import Budgets
+from pool.rules.admission import Budgets
 from pool.settings import ModelSettings
 from pool.store.connection import connect
 from pool.store.delivery import Delivery
@@ -80,6 +80,8 @@ class Rank:
         self._started = False
         self._silent = False
         self._drain_until_s = 0.0
+        #: Tokens generated until the last heartbeat, and when that was.
+        self._paced = (0, time.monotonic())
         self._thread = threading.Thread(target=self._register, name="genpool-registrar", daemon=True)
 
     @property
@@ -114,15 +116,13 @@ class Rank:
 
     def _open(self) -> None:
         model, engine = self._model_settings, self._engine
-        kv_positions = model.kv_budget_bytes // engine.bytes_per_token
         self._card = Card(
             context_length=engine.context_length,
-            max_positions=min(engine.capability().max_positions, kv_positions),
+            max_positions=min(engine.capability().max_positions, engine.kv_usage().total),
             fingerprint=engine.fingerprint(),
             vocabulary=engine.vocabulary.to_blob(),
         )
-        budgets = Budgets(model.max_batch_size, model.max_prefill_tokens_per_tick, kv_positions, engine.prefill_grid)
-        self._loop = BatchingLoop(engine, budgets, self._limit)
+        self._loop = BatchingLoop(engine, Budgets.of(model), self._limit, reuse=model.prefix_reuse)
         self._claim_id()
         delivery = Delivery(
             reader=self._reader,
@@ -257,7 +257,14 @@ class Rank:
         self._on_left(handout, state, ending)
 
     def _beat(self) -> bool:
-        return self._registry.beat(self._id, self._incarnation, lease_ms=self._lease_ms, facts=self.facts())
+        facts = self.facts() | {"decode_tokens_per_second": self._pace()}
+        return self._registry.beat(self._id, self._incarnation, lease_ms=self._lease_ms, facts=facts)
+
+    def _pace(self) -> float:
+        """Tokens generated a second since the heartbeat before."""
+        (tokens_before, before_s), now_s = self._paced, time.monotonic()
+        self._paced = (self._loop.counters.decode_tokens, now_s)
+        return round((self._paced[0] - tokens_before) / max(now_s - before_s, 0.001), 1)
 
     def _register(self) -> None:
         """Heartbeat and hints. A hint about a held job (a cancel, a new watcher) makes the outlet look."""

@@ -44,6 +44,11 @@ class Rank:
         """Generations it runs at once; 0 while it loads."""
         return int(self.facts.get("effective_target_inflight", 0))
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens it generated between its last two heartbeats; 0 while it loads."""
+        return float(self.facts.get("decode_tokens_per_second", 0))
+
 
 class RankRegistry:
     """Ranks and card of one model."""

@@ -121,7 +121,7 @@ def test_a_node_that_stops_while_the_state_server_is_away(system: System) -> Non
         take_state_away(system)
         node.signal(signal.SIGTERM)
         answers = [each.result(60) for each in pending]
-        assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "node_stopping")
+        assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (504, "node_stopping")
         assert '"code":"node_stopping"' in answers[2].text
         assert node.alive, "there is something left to be told"
         restart_state(system)

@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -101,6 +102,14 @@ def test_the_config_option_names_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "other.toml").write_text("[server]\nport = 2")
     assert f"server.port = 2  # {tmp_path / 'other.toml'}" in run("--config", "other.toml", "config").stdout
     assert os.environ["GENPOOL_CONFIG"] == str(tmp_path / "other.toml")
+
+
+@pytest.mark.parametrize("command", ["submit", "generate"])
+def test_help_tells_what_holds_without_an_option(command: str) -> None:
+    """Of each of a generation's options."""
+    options = [option for option in cli.commands[command].params if isinstance(option, click.Option)]
+    assert len(options) == 4
+    assert all(" Default: " in str(option.help) for option in options)
 
 
 @pytest.mark.parametrize(

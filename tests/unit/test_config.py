@@ -178,6 +178,12 @@ def test_a_variable_that_fits_two_models_is_refused(load: Any) -> None:
             f"[models.{SHIPPED}]\ntarget_inflight = true",
             "target_inflight = True (from {file}): should be a valid integer",
         ),
+        (f"[models.{SHIPPED}]\nkv_overcommit = 0.5", "kv_overcommit = 0.5 (from {file}): should be greater than or"),
+        (f"[models.{SHIPPED}]\nmax_queue_depth = -1", "max_queue_depth = -1 (from {file}): should be greater than or"),
+        (
+            f"[models.{SHIPPED}]\nscratch_bytes_per_session = 1000000000",
+            "scratch_budget_bytes must be at least scratch_bytes_per_session",
+        ),
         ("[models.smolm2-135m-instruct]\nthreads = 1", f"is required. Did you mean {SHIPPED}?"),
         ("[models.empty]", "models.empty.source (a field of a model named in {file}) is required."),
         ('[models.Bad_Name]\nsource = "x"', "models.Bad_Name (from {file}): a model's name is 1 to 63 of a-z"),

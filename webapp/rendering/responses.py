@@ -15,6 +15,8 @@ Jobs of other doors are shown the same way; each choice is one output item.
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -96,15 +98,20 @@ def _error(record: JobRecord) -> dict[str, str] | None:
 
 
 def _usage(record: JobRecord) -> dict[str, Any] | None:
-    if record.output_tokens is None:
+    """Of an ended job; one that was cancelled, or failed, has used what it was given and what its log holds, if it was
+    ever begun."""
+    output_tokens = record.output_tokens
+    if output_tokens is None and record.terminal and record.started_ms is not None:
+        output_tokens = record.logged_tokens
+    if output_tokens is None:
         return None
     prompt_tokens = record.prompt_tokens or 0
     return {
         "input_tokens": prompt_tokens,
         "input_tokens_details": {"cached_tokens": record.cached_tokens or 0, "cache_write_tokens": 0},
-        "output_tokens": record.output_tokens,
+        "output_tokens": output_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt_tokens + record.output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
     }
 
 
@@ -136,6 +143,13 @@ class ResponsesStream:
         self._next = 0
         self._stage = 0
         self._texts: list[list[str]] = [[] for _ in range(record.n)]
+
+    @classmethod
+    def last_number(cls, view: View) -> int:
+        """The sequence number of the last event of a job that has ended; `view`: all of it."""
+        stream = cls(view.record, after=sys.maxsize)
+        deque(stream.feed(view), maxlen=0)  # no event is after all numbers
+        return stream._next - 1
 
     def feed(self, view: View) -> Iterator[str]:
         """The events that follow from a view. Preamble events come when they are true: created at once, in_progress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flask import Blueprint, Response, jsonify, request
 
+from pool.errors import InvalidRequest
 from pool.rules import jobs
 from pool.store.jobs import View
 from pool.store.log import texts_of
@@ -49,10 +50,16 @@ def create() -> Response:
 
 @blueprint.get("/v1/responses/<job>")
 def read(job: str) -> Response:
-    """The response as it is now, or its events from the beginning (or after `starting_after`), live to the end."""
+    """The response as it is now, or its events from the beginning (or after `starting_after`), live to the end. Of a
+    response that has ended, `starting_after` is at most the number of its last event; at that nothing follows."""
     node = current_node()
     after = replay_query(request.args)
     view = own_view(node, job)
+    if after is not None and view.record.terminal and after > (last := ResponsesStream.last_number(view)):
+        raise InvalidRequest(
+            f"starting_after is {after}, but this response has ended: its last event has the number {last}.",
+            param="starting_after",
+        )
     if after is None or request.method == "HEAD":
         return _shown(view)
     with node.places.handed_on():

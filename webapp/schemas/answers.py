@@ -23,11 +23,13 @@ class ErrorDetail(Answer):
 
 
 class Error(BaseModel):
-    """Any answer that is not 2xx. `id` and `status`, where given, are those of a generation that was accepted."""
+    """Any answer that is not 2xx. `id`, `status` and `queue_position`, where given, are those of a generation that was
+    accepted."""
 
     error: ErrorDetail
     id: str | None = None
     status: str | None = None
+    queue_position: int | None = Field(default=None, ge=0)
 
 
 class OutputText(Answer):

@@ -180,7 +180,12 @@ class ReplayQuery(Schema):
     """The query of GET /v1/responses/{id}."""
 
     stream: bool = False
-    starting_after: int | None = Field(default=None, ge=0, le=MAX_SEQUENCE_NUMBER)
+    starting_after: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_SEQUENCE_NUMBER,
+        description="The last number seen. Of a response that has ended: at most its last event's, else 400.",
+    )
     include_obfuscation: Literal[False] = False
 
 

@@ -41,6 +41,7 @@ from tasks.vocabulary import Vocabulary
 from workers.engines.exact_linear import BLOCK, TILE, Crew, ExactLinear, Measurement, measure, padded
 from workers.engines.llama_weights import Floats, LayerWeights, LlamaConfig, LlamaWeights
 from workers.engines.paged_attention import (
+    KV_PAGE,
     BlockSpan,
     Indices,
     TokenSpans,
@@ -148,7 +149,7 @@ class _Plan:
             run.row = rows
             rows += padded(len(run.tokens), BLOCK)
             blocks += block_spans(run.row, run.start, padded(run.end, BLOCK), run.session.runs, config)
-        tokens = TokenSpans.of([(run.session.pages, run.start) for run in decodes], config) if decodes else None
+        tokens = TokenSpans.of([(run.session.table, run.start) for run in decodes], config) if decodes else None
         return cls(decodes, prompts, decode_rows, rows, tokens, blocks)
 
     def tokens_and_positions(self) -> tuple[Indices, Indices]:
@@ -159,12 +160,14 @@ class _Plan:
             positions[run.row : run.row + len(run.tokens)] = np.arange(run.start, run.end)
         return tokens, positions
 
-    def stored(self) -> tuple[Indices, Indices, Indices]:
-        """Rows without padding, and where their keys and values go: page and place in it; (n,) each."""
-        runs = (*self.decodes, *self.prompts)
-        rows = np.concatenate([np.arange(run.row, run.last_row + 1) for run in runs])
-        pages, places = zip(*(run.session.places(run.start, run.end) for run in runs), strict=True)
-        return rows, np.concatenate(pages), np.concatenate(places)
+    def stored(self) -> list[tuple[slice, Indices, Indices]]:
+        """Rows without padding, and where their keys and values go: page and place in it, (n,) each."""
+        stored = [(slice(run.row, run.last_row + 1), *run.session.places(run.start, run.end)) for run in self.prompts]
+        if self.decodes:
+            pages = [run.session.table[run.start // KV_PAGE] for run in self.decodes]
+            places = [run.start % KV_PAGE for run in self.decodes]
+            stored.append((slice(len(self.decodes)), np.array(pages), np.array(places)))
+        return stored
 
 
 class NumpyLlama:
@@ -339,8 +342,9 @@ class NumpyLlama:
         config = self._config
         tokens, positions = plan.tokens_and_positions()
         rotation = self._cos[positions][:, None], self._sin[positions][:, None]  # (R, 1, head_dim / 2) each
-        rows, pages, places = plan.stored()
-        self._kv.values[:, pages, :, places, -1] = 1
+        stored = plan.stored()
+        for _, pages, places in stored:
+            self._kv.values[:, pages, :, places, -1] = 1
         x = self._embed(tokens)  # (R, width)
         attended = np.zeros((plan.rows, config.heads, config.head_dim), np.float32)
         for index, layer in enumerate(self._layers):
@@ -348,8 +352,9 @@ class NumpyLlama:
             qkv = layer.qkv(self._normalised(x), decode_rows=plan.decode_rows)
             heads = qkv.reshape(plan.rows, -1, config.head_dim)  # (R, heads + 2 * kv_heads, head_dim)
             rotated = _rotated(heads[:, : config.heads + config.kv_heads], *rotation)
-            keys[pages, :, :, places] = rotated[rows, config.heads :]
-            values[pages, :, places, :-1] = heads[rows, config.heads + config.kv_heads :]
+            for rows, pages, places in stored:
+                keys[pages, :, :, places] = rotated[rows, config.heads :]
+                values[pages, :, places, :-1] = heads[rows, config.heads + config.kv_heads :]
             _attend(plan, rotated[:, : config.heads], keys, values, attended)
             x += layer.output(attended.reshape(plan.rows, -1), decode_rows=plan.decode_rows)
             gate_up = layer.gate_up(self._normalised(x), decode_rows=plan.decode_rows)

@@ -76,33 +76,39 @@ def _multiply(left: Floats, pages: Floats, runs: Sequence[Run], out: Floats) -> 
 @dataclass(frozen=True, slots=True)
 class TokenSpans:
     """The pages of B decode rows, one row's after another's, N in all: in `pages` (N,) and as `runs`; which row each is
-    for in `owner` (N,); each row's first and last of them in `firsts`, `lasts` (B,); limits of the scores in the last
-    (B, 1, 1, 64). `gathered`: whether pages are copied together."""
+    for in `owner` (N,); each row's stretch of them in `parts`, its first and last in `firsts`, `lasts` (B,); limits of
+    the scores in the last (B, 1, 1, 64). `gathered`: whether pages are copied together."""
 
     pages: Indices
     runs: list[Run]
     owner: Indices
+    parts: list[slice]
     firsts: Indices
     lasts: Indices
     limits: Floats
     gathered: bool
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[Indices, int]], config: LlamaConfig) -> TokenSpans:
+    def of(cls, rows: Sequence[tuple[Sequence[int], int]], config: LlamaConfig) -> TokenSpans:
         """`rows`: each one's table and position."""
-        positions = np.array([position for _, position in rows])
-        counts = positions // KV_PAGE + 1
-        pages = np.concatenate([table[: pages_up_to(position)] for table, position in rows])
-        lasts = np.cumsum(counts) - 1
-        runs = rows_of(pages.tolist())
+        pages: list[int] = []
+        owner: list[int] = []
+        parts: list[slice] = []
+        for row, (table, position) in enumerate(rows):
+            count = pages_up_to(position)
+            parts.append(slice(len(pages), len(pages) + count))
+            pages += table[:count]
+            owner += [row] * count
+        runs = rows_of(pages)
         page_bytes = 4 * KV_PAGE * config.kv_heads * (2 * config.head_dim + 1)
         return cls(
-            pages=pages,
+            pages=np.array(pages),
             runs=runs,
-            owner=np.repeat(np.arange(len(rows)), counts),
-            firsts=lasts - counts + 1,
-            lasts=lasts,
-            limits=_LIMITS[positions % KV_PAGE, None, None],
+            owner=np.array(owner),
+            parts=parts,
+            firsts=np.array([part.start for part in parts]),
+            lasts=np.array([part.stop - 1 for part in parts]),
+            limits=_LIMITS[[position % KV_PAGE for _, position in rows], None, None],
             gathered=len(runs) > 1 and len(pages) * page_bytes <= len(runs) * _GATHERED_BYTES,
         )
 
@@ -111,12 +117,16 @@ class TokenSpans:
         if self.gathered:
             products: Floats = np.matmul(left, pages[self.pages])
             return products
-        return _multiply(left, pages, self.runs, np.empty((*left.shape[:-1], pages.shape[-1]), np.float32))
+        return _multiply(
+            left, pages, self.runs, np.empty((len(self.pages), *left.shape[1:-1], pages.shape[-1]), np.float32)
+        )
 
 
 def attended_tokens(queries: Floats, keys: Floats, values: Floats, spans: TokenSpans) -> Floats:
     """Decode rows' queries (B, kv_heads, G, head_dim) over a layer's pages of keys (pages, kv_heads, head_dim, 64) and
     values (pages, kv_heads, 64, head_dim + 1), each up to its own position -> (B, kv_heads, G, head_dim)."""
+    if len(queries) == 1:
+        return _attended_token(queries, keys, values, spans)
     scores = spans.multiply(queries[spans.owner], keys)  # (N, kv_heads, G, 64)
     scores[spans.lasts] = np.minimum(scores[spans.lasts], spans.limits)
     tops = np.maximum.reduceat(np.maximum.reduce(scores, axis=-1), spans.firsts)  # (B, kv_heads, G)
@@ -124,9 +134,18 @@ def attended_tokens(queries: Floats, keys: Floats, values: Floats, spans: TokenS
     np.exp(scores, out=scores)
     products = spans.multiply(scores, values)  # (N, kv_heads, G, head_dim + 1)
     sums = np.empty((*queries.shape[:-1], products.shape[-1]), np.float32)
-    for row, (first, last) in enumerate(zip(spans.firsts.tolist(), spans.lasts.tolist(), strict=True)):
-        np.add.reduce(products[first : last + 1], axis=0, out=sums[row])
+    for row, part in enumerate(spans.parts):
+        np.add.reduce(products[part], axis=0, out=sums[row])
     return _quotients(sums)
+
+
+def _attended_token(queries: Floats, keys: Floats, values: Floats, spans: TokenSpans) -> Floats:
+    """The same for one row alone, with fewer calls."""
+    scores = spans.multiply(queries, keys)  # (N, kv_heads, G, 64)
+    np.minimum(scores[-1:], spans.limits, out=scores[-1:])
+    scores -= np.maximum.reduce(np.maximum.reduce(scores, axis=0), axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    return _quotients(np.add.reduce(spans.multiply(scores, values), axis=0, keepdims=True))
 
 
 def _quotients(sums: Floats) -> Floats:
@@ -206,7 +225,7 @@ def measure_attention(config: LlamaConfig) -> Measurement:
     rows = rng.standard_normal((8 * BLOCK, *heads), dtype=np.float32)  # the last of one page and the first of the next
 
     def tokens(table: Indices, chosen: slice) -> Floats:
-        spans = TokenSpans.of([(table, position) for position in positions[chosen]], config)
+        spans = TokenSpans.of([(table.tolist(), position) for position in positions[chosen]], config)
         both = [replace(spans, gathered=gathered) for gathered in (False, True)]
         loose, gathered = (attended_tokens(queries[chosen], keys, values, each) for each in both)
         return np.where(loose == gathered, loose, np.nan)

@@ -14,7 +14,8 @@ import hashlib
 import json
 import struct
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -34,15 +35,15 @@ Key = tuple[str, int]
 @dataclass(slots=True, eq=False)
 class PagedSession:
     """A session's `room` and `length` in positions. The first `prefilled` were computed as blocks of its prompt.
-    `pages`: its table, of which `runs` are the stretches that lie in a row."""
+    `table`: its pages, of which `runs` are the stretches that lie in a row."""
 
     key: Key
     prompt: TokenIds
     room: int
     length: int
     prefilled: int
-    pages: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    runs: list[Run] = field(default_factory=list)
+    table: Sequence[int] = ()
+    runs: Sequence[Run] = ()
 
     def problem(self, tokens: npt.NDArray[np.int64]) -> str | None:
         """Why these tokens cannot come next, without naming any of them."""
@@ -50,14 +51,14 @@ class PagedSession:
         if stop > self.room:
             return f"the session has room for {self.room} positions, not for {stop}"
         known = self.prompt[self.length : stop]
-        if not np.array_equal(known, tokens[: len(known)]):
+        if len(known) and not np.array_equal(known, tokens[: len(known)]):
             return "these are not the tokens of the prompt that the session began with"
         return None
 
     def places(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Page and place in it (n,) of each of the positions [start, stop)."""
         positions = np.arange(start, stop)
-        return self.pages[positions // KV_PAGE], positions % KV_PAGE
+        return np.array(self.table)[positions // KV_PAGE], positions % KV_PAGE
 
 
 class PagedKV:
@@ -217,9 +218,8 @@ class PagedKV:
         return True
 
     def _map(self, session: PagedSession) -> None:
-        table = self._books.table(session.key)
-        session.pages = np.array(table, np.int64)
-        session.runs = rows_of(table)
+        session.table = self._books.table(session.key)
+        session.runs = rows_of(session.table)
 
 
 def position_bytes(config: LlamaConfig) -> int:

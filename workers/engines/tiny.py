@@ -45,7 +45,7 @@ TINY = LlamaConfig(
 
 
 def tiny_llama(seed: int, config: LlamaConfig = TINY) -> tuple[LlamaWeights, Vocabulary]:
-    """The model of `seed` (>= 0): about 0.3 million weights, unless `config` says otherwise; its vocabulary is fixed."""
+    """The model of `seed` (>= 0): about 0.3 million weights, unless `config` says otherwise."""
     rng = np.random.default_rng(seed)
     layers = tuple(lay_out(config, _random_layer(config, rng)) for _ in range(config.layers))
     embedding = _normal(rng, VOCABULARY_SIZE, config.width, deviation=1.0)
