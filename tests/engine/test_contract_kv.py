@@ -265,7 +265,7 @@ def test_a_snapshot_without_room_is_not_restored(engine: Engine) -> None:
         before = engine.kv_usage()
         assert not engine.restore("b", 0, blob, prompt, 100)
         assert engine.kv_usage() == before
-    assert engine.restore("b", 0, blob, prompt, 100)
+    assert engine.restore("b", 0, blob, prompt, 100, new_scope())
     assert same_bits(decode(engine, "b", [30], 40), decode(engine, "a", [30], 40))
 
 

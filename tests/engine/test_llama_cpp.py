@@ -26,7 +26,7 @@ from workers.engines import load_engine
 from workers.engines.llama_cpp_context import ContextOptions, LlamaContext, Row
 from workers.engines.llama_cpp_engine import LlamaCpp
 from workers.engines.llama_cpp_library import library, requantise
-from workers.engines.llama_cpp_selftest import SelfTest
+from workers.engines.llama_cpp_selftest import PROMPT_TOKENS, SelfTest, _SelfTest
 
 STRINGS: dict[str, list[str]] = json.loads((Path(__file__).parent / "strings.json").read_text(encoding="utf-8"))
 
@@ -69,6 +69,25 @@ def test_the_self_test_tells_the_truth(tmp_path: Path, kind: GGMLQuantizationTyp
     assert bool(engine.tested.bits) == same
     assert engine.capability().batch_invariant == same
     engine.close()
+
+
+def test_recomputing_is_tried_to_the_last_bit(small_path: Path) -> None:
+    """Where the test is made, it answers whether tokens prefilled together leave what they leave one by one."""
+    context = LlamaContext(small_path, ContextOptions(slots=2, slot_tokens=512, threads=1))
+    prompt, more = (np.random.default_rng(seed).integers(0, VOCABULARY.size, 160).tolist() for seed in (1, 2))
+    states = []
+    for sizes in ([1] * 160, [160]):
+        context.cut(0, 0)
+        context.decode([Row(0, token, at, at == 159) for at, token in enumerate(prompt)])
+        for size in sizes:
+            start = context.held(0)
+            tokens = more[start - 160 : start - 160 + size]
+            context.decode([Row(0, token, start + k, k == size - 1) for k, token in enumerate(tokens)])
+        states.append(context.state(0))
+    trial = _SelfTest(context, 2, 1)
+    trial._prefilled([PROMPT_TOKENS])
+    assert trial._recomputed() == (states[0] == states[1])
+    context.close()
 
 
 def test_quantised_weights_are_exact_here(small: LlamaCpp) -> None:
