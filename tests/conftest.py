@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,13 @@ LONG_FIRST = {"faults": 0, "chaos": 0, "integration": 0, "engine": 1, "webapp": 
 
 #: Keys that live as long as a model does; all others must carry a TTL or be gone when a test ends.
 LASTING = (":queue", ":card", ":sweep", ":tally", ":totals")
+
+
+def pytest_configure() -> None:
+    """A suite that is started in the background inherits "ignore interrupts", and so would all that its tests start:
+    they send interrupts, as a terminal does."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,8 @@
 """What is stored of a job, as values: the submit form, the record that anybody may read, and the worker's hand-out.
 
 Record v1 is a Redis HASH. Fixed at submit: `v kind model tenant lane fairness n seed options params background store
-celery task_id watch queue_timeout_ms run_timeout_ms tombstone_ms created_ms`, and either `input prompt` or, when those
+celery task_id watch queue_timeout_ms run_timeout_ms tombstone_ms created_ms`, `counted` where its tenant has a limit
+(lua/lib/own.lua), and either `input prompt` or, when those
 are large, `blocks prompt_blocks`: the ids of their blocks (pool/store/inputs.py), the prompt's first, and how many
 those are. Changing as it runs: `state entry attempt nonce rank tokens begun_tokens started_ms`, `run_left_ms` while it
 waits again, and of lost attempts `losses crashes blamed suspect`. Written with the end: `finished_ms outputs
@@ -84,6 +85,8 @@ class NewJob:
         }
         if self.prompt_tokens is not None:
             pairs["prompt_tokens"] = self.prompt_tokens
+        if self.tenant_cap:
+            pairs["counted"] = 1
         return [item for pair in pairs.items() for item in pair]
 
 

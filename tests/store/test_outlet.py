@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 
 from pool.store.connection import Client, connect
 from pool.store.delivery import Delivery
-from pool.store.handouts import Ending, Handout
+from pool.store.handouts import Ending, Handout, failed
 from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
 from pool.store.log import TokenLogprobs, replay_of
@@ -20,7 +21,7 @@ from pool.store.server import StateServer
 from tasks.ports import ChoiceOutput, Failed, Finished, RunnerCapacity, Stopped, Tokens
 from tests.builders import LEASE_MS, delivery, job_store, new_job
 from tests.waiting import wait_until
-from workers.outlet import CONGESTION_TOKENS, Outlet
+from workers.outlet import CONGESTION_TOKENS, FOLLOWED_S, Held, Outlet
 
 
 class IdleRunner:
@@ -90,7 +91,8 @@ def finished(handout: Handout, text: str, count: int) -> Finished:
 
 
 def test_the_first_token_is_written_at_once_and_later_ones_wait_unless_watched(store: JobStore, rig: Rig) -> None:
-    """Nobody watches: one entry now, the next with the end. Somebody watches: every token at once."""
+    """Nobody watches: one entry now, the next with the end. Somebody watches: every token that comes later than
+    FOLLOWED_S after the one before at once."""
     job, watched = new_job(), new_job(watch="node-1")
     store.submit(job)
     handout = rig.take()
@@ -123,6 +125,24 @@ def test_logprobs_are_stored_with_their_tokens(store: JobStore, rig: Rig) -> Non
     entries = store.view(job.ref).entries
     assert [each for entry in entries for each in entry.logprobs] == told
     assert all(len(entry.logprobs) == len(entry.token_ids) for entry in entries)
+
+
+def test_when_a_job_is_due(store: JobStore, rank_a: Delivery) -> None:
+    """Its first token and its end at once; later tokens FOLLOWED_S after the last write while somebody follows, and
+    else when the oldest has waited for the idle time."""
+    job = new_job()
+    store.submit(job)
+    (handout,) = rank_a.take(1, 100).handouts
+    store.cancel(job.ref)
+    for watch, due_s in (("node-1", 7.0 + FOLLOWED_S), ("", 9.0 + 0.5)):
+        held = Held(handout, next_seq=0, watch=watch)
+        assert held.due_s(0.5) == math.inf
+        held.add(0, (5,), "x", now_s=9.0)
+        assert held.due_s(0.5) == 0.0
+        held.flushed, held.written_s = True, 7.0
+        assert held.due_s(0.5) == due_s
+        held.ending = failed("engine_error", "x")
+        assert held.due_s(0.5) == 0.0
 
 
 def test_a_write_whose_reply_was_lost_is_neither_lost_nor_doubled(store: JobStore, rank_a: Delivery) -> None:

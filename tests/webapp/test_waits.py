@@ -248,30 +248,37 @@ def test_a_new_reader_counts_at_once(make_app: Callable[..., Flask], worker: Pla
         each.close()
 
 
-def test_many_waiters_share_few_connections(worker: PlayingWorker, other_node: ApiProcess, client: Client) -> None:
-    """However many requests wait, a process keeps to its handful of connections."""
+def test_many_waiters_share_few_connections(own_state: StateServer, own_worker: PlayingWorker, tmp_path: Path) -> None:
+    """However many requests wait, a process keeps to its handful of connections. The state server is the test's own:
+    on the shared one other nodes open and close connections as they please."""
 
     def connections() -> int:
-        return len(client.client_list())
+        return len(own_worker.client.client_list())
 
+    streams = 16
     before = connections()
-    opened = threading.Barrier(17)
+    opened = threading.Barrier(streams + 1)
     body = {**BODY, "stream": True}
+    node = ApiProcess(own_state.url, tmp_path / "own-node").start()
 
     def stream() -> str:
-        with httpx.stream("POST", f"{other_node.base_url}/v1/responses", json=body, timeout=20) as answer:
+        with httpx.stream("POST", f"{node.base_url}/v1/responses", json=body, timeout=20) as answer:
             lines = answer.iter_lines()
             next(lines)
             opened.wait(timeout=20)
             return list(lines)[-2]
 
-    with ThreadPoolExecutor(16) as pool:
-        streams = [pool.submit(stream) for _ in range(16)]
-        opened.wait(timeout=20)
-        assert worker.held == 16
-        assert connections() - before <= CONNECTIONS
-        with worker.answering("x"):
-            assert all("response.completed" in future.result(timeout=20) for future in streams)
+    try:
+        with ThreadPoolExecutor(streams) as pool:
+            answers = [pool.submit(stream) for _ in range(streams)]
+            opened.wait(timeout=20)
+            held, opened_by_node = own_worker.held, connections() - before
+            with own_worker.answering("x"):
+                assert all("response.completed" in answer.result(timeout=20) for answer in answers)
+        assert held == streams
+        assert 0 < opened_by_node <= CONNECTIONS
+    finally:
+        node.stop()
 
 
 def test_every_reader_of_one_job_hears_everything(app: Flask, worker: PlayingWorker) -> None:

@@ -2,7 +2,7 @@
 -- `seen` holds the record's fields of ENDING, `values` the terminal ones to write, name by name.
 -- Returns the nodes to wake, and the rank that may still be working on it.
 local ENDING = {'state', 'entry', 'celery', 'watch', 'rank', 'tombstone_ms', 'n', 'tokens', 'attempt', 'nonce',
-  'blocks', 'store', 'created_ms', 'started_ms', 'prompt_tokens', 'tenant'}
+  'blocks', 'store', 'created_ms', 'started_ms', 'prompt_tokens', 'tenant', 'counted'}
 -- How much longer than the record its log and its input stay: whoever has read the record reads them whole.
 local LINGER_MS = 60000
 
@@ -33,16 +33,16 @@ end
 
 local function finish(keys, token, seen, state, ttl_ms, at_ms, values)
   local _, entry, celery, watch, rank, tombstone_ms, n = unpack(seen)
-  local tenant = seen[16] or ''
+  local tenant, counted = seen[16] or '', seen[17]
   redis.call('HSET', keys.job, 'state', state, 'finished_ms', at_ms, unpack(values))
   redis.call('XACK', keys.queue, 'workers', entry)
   redis.call('XDEL', keys.queue, entry)
   redis.call('RPUSH', keys.tally, line_of(seen, state, at_ms, values))
   redis.call('ZREM', keys.index, token)
-  redis.call('ZREM', keys.tenants, tenant .. ':' .. token)
+  if counted then redis.call('ZREM', keys.tenants, tenant .. ':' .. token) end
   for choice = 1, tonumber(n) - 1 do
     redis.call('ZREM', keys.index, token .. '#' .. choice)
-    redis.call('ZREM', keys.tenants, tenant .. ':' .. token .. '#' .. choice)
+    if counted then redis.call('ZREM', keys.tenants, tenant .. ':' .. token .. '#' .. choice) end
   end
   redis.call('ZREM', keys.leases, token)
   redis.call('ZREM', keys.timers, 'queue:' .. token, 'run:' .. token, 'deadline:' .. token, 'reader:' .. token)
