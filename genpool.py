@@ -1,5 +1,5 @@
 """The command line: `genpool up | worker | generate | submit | status | cancel | tail | queues | dead-letters | check |
-doctor | config | models | keys`.
+doctor | sweep | config | models | keys`.
 
 Each command checks the settings, then hands over to the layer that does the work. Deliberate errors end as one line on
 stderr and exit code 1, wrong usage as exit code 2.
@@ -25,7 +25,7 @@ import click
 from pool.errors import GenpoolError
 from pool.store.connection import connect
 from tasks import dead_letters, job_commands, launch
-from tasks.api_keys import ADMIN, METRICS, USER, KeyRing, check_exposed, new_key
+from tasks.api_keys import ADMIN, LABEL, METRICS, USER, KeyRing, check_exposed, new_key
 from tasks.client import Client
 from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings, state_url
 from tasks.config_docs import markdown
@@ -37,7 +37,7 @@ from tasks.queues import as_json as queues_as_json
 from tasks.rerun import audit_texts
 from tasks.supervisor import Supervisor
 from tasks.urls import masked
-from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_weights, weights_fault
+from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_weights, known_source, weights_fault
 
 
 class _Group(click.Group):
@@ -51,9 +51,16 @@ class _Group(click.Group):
 
 
 _MODEL = click.option("--model", help="Model to run. Default: the first enabled one.")
-_MAX_TOKENS = click.option("--max-tokens", type=click.IntRange(1, MAX_TOKENS_LIMIT), help="Most tokens to generate.")
+_MAX_TOKENS = click.option(
+    "--max-tokens", type=click.IntRange(1, MAX_TOKENS_LIMIT), help="Most tokens to generate. Default: as many as fit."
+)
 _TEMPERATURE = click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy. Default: 1.")
-_SEED = click.option("--seed", type=click.IntRange(0, MAX_SEED), help="Makes the result repeatable.")
+_SEED = click.option(
+    "--seed", type=click.IntRange(0, MAX_SEED), help="Makes the result repeatable. Default: a random one."
+)
+_OPTION = click.option(
+    "-o", "--option", multiple=True, metavar="NAME=VALUE", help="Any other sampling option, e.g. top_p=0.9. Repeatable."
+)
 _ALL = click.option("--all", "everything", is_flag=True, help="All dead letters instead of single ones.")
 
 
@@ -67,7 +74,7 @@ def cli(config_file: Path | None) -> None:
 
 
 @cli.command()
-@click.option("--port", type=click.IntRange(0, 65535), help="Port of the API. 0: a free one.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port of the API. 0: a free one. Default: server.port.")
 @click.option("--flower", is_flag=True, help="Also run Flower, Celery's monitor.")
 @click.option("--flower-port", type=click.IntRange(1, 65535), default=5555, show_default=True)
 def up(port: int | None, flower: bool, flower_port: int) -> None:
@@ -86,7 +93,7 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
         launch.remove_metrics(settings, port)
         supervisor = Supervisor(plan)
         url = launch.base_url(host, port)
-        ready = f"genpool is ready: {url}/v1 serves {', '.join(models) or 'no model'}"
+        ready = f"genpool is ready: {url}/v1 serves {', '.join(models) or 'no model'}; examples are at {url}/docs"
         if flower:
             ready += f"; Flower is at {launch.base_url(launch.FLOWER_HOST, flower_port)}"
         code = supervisor.run(on_ready=lambda: supervisor.output.line(ready))
@@ -99,10 +106,15 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
 
 @cli.command()
 @click.argument("model")
-@click.option("-c", "--concurrency", type=click.IntRange(1, 1024), help="Generations in flight at most.")
-@click.option("-n", "--name", help="Celery node name. Default: MODEL@HOST; a second worker of a host needs another.")
+@click.option(
+    "-c",
+    "--concurrency",
+    type=click.IntRange(1, 1024),
+    help="Generations in flight at most. Default: the model's target_inflight.",
+)
+@click.option("-n", "--name", help="Celery node name, to choose one. Default: MODEL@HOST.")
 def worker(model: str, concurrency: int | None, name: str | None) -> None:
-    """Run a Celery worker that serves MODEL."""
+    """Run a Celery worker that serves MODEL. A second one of the same host registers as MODEL@HOST-2 by itself."""
     settings = load_settings()
     launch.require_model(settings, model)
     _fetch(settings, [model])
@@ -118,6 +130,7 @@ def worker(model: str, concurrency: int | None, name: str | None) -> None:
 @_MAX_TOKENS
 @_TEMPERATURE
 @_SEED
+@_OPTION
 def generate(prompt: str, **options: Any) -> None:
     """Generate an answer to PROMPT and print it as it comes."""
     settings = load_settings()
@@ -133,6 +146,7 @@ def generate(prompt: str, **options: Any) -> None:
 @_MAX_TOKENS
 @_TEMPERATURE
 @_SEED
+@_OPTION
 def submit(prompt: str, **options: Any) -> None:
     """Queue PROMPT and print the job's id."""
     settings = load_settings()
@@ -146,7 +160,7 @@ def submit(prompt: str, **options: Any) -> None:
 def status(job: str) -> None:
     """Print a job's record as JSON."""
     with _client(load_settings()) as client:
-        click.echo(job_commands.status(client.get(job)))
+        click.echo(job_commands.status(client.view(job)))
 
 
 @cli.command()
@@ -154,7 +168,8 @@ def status(job: str) -> None:
 def cancel(job: str) -> None:
     """Cancel a job and print its record as JSON."""
     with _client(load_settings()) as client:
-        click.echo(job_commands.status(client.cancel(job)))
+        client.cancel(job)
+        click.echo(job_commands.status(client.view(job)))
 
 
 @cli.command()
@@ -206,10 +221,14 @@ def check(as_json: bool, rerun: int) -> None:
 
 
 @cli.command()
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of the API to look at. Default: server.port.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def doctor(as_json: bool) -> None:
+def doctor(port: int | None, as_json: bool) -> None:
     """Check versions, state server, models, port, folders and clock. Exit code 1 when something is wrong."""
-    found = list(examine(load_settings(), weights_fault))
+    settings = load_settings()
+    if port is not None:
+        settings = settings.model_copy(update={"server": settings.server.model_copy(update={"port": port})})
+    found = list(examine(settings, weights_fault))
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in found], indent=2))
     else:
@@ -218,6 +237,43 @@ def doctor(as_json: bool) -> None:
             if each.remedy:
                 click.echo(f"{each.check}: {each.remedy}")
     sys.exit(1 if failures(found) else 0)
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--levels", default="1,2,4,8,16", show_default=True, help="Generations at once, one level after another.")
+@click.option("--requests", type=click.IntRange(1, 4096), default=16, show_default=True, help="Requests of each level.")
+@click.option("--prompts", default="1-256", show_default=True, metavar="MIN-MAX", help="Lengths of prompts, in tokens.")
+@click.option("--max-tokens", type=click.IntRange(1, MAX_TOKENS_LIMIT), default=32, show_default=True,
+              help="Tokens of each answer.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of prompts and draws.")
+@click.option("--kv-tokens", type=click.IntRange(1), help="Positions of KV. Default: enough for all at once.")
+@click.option("--overcommit", type=click.FloatRange(1), default=1.0, show_default=True,
+              help="More than 1, with few --kv-tokens, makes sessions give way to each other.")  # fmt: skip
+@click.option("--prefill-tokens", type=click.IntRange(1), help="Prompt tokens of a tick. Default: the longest prompt.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw it here, as SVG.")
+def sweep(model: str, json_file: Path | None, plot: Path | None, **options: Any) -> None:
+    """Run the same requests on MODEL at rising concurrency, each level on a fresh engine: what batching gains.
+
+    Exit code 1 when a level gave other tokens than the lowest.
+    """
+    # Here, because no other command needs engines, which take long to import.
+    from workers.sweep_command import SweepOptions, sweep_model, table  # noqa: PLC0415
+    from workers.sweep_plot import svg  # noqa: PLC0415
+
+    settings = load_settings()
+    launch.require_model(settings, model)
+    weights = _fetch(settings, [model]).get(model)
+    found = sweep_model(model, settings.models[model], weights, SweepOptions(**options))
+    _table(*table(found))
+    click.echo(f"Saturated at {found.saturation_concurrency}.")
+    if json_file is not None:
+        json_file.write_text(found.as_json(), encoding="utf-8")
+    if plot is not None:
+        plot.write_text(svg(found), encoding="utf-8")
+    if not found.corruption_free:
+        raise click.ClickException("The tokens are not the same at every level.")
 
 
 @cli.command()
@@ -342,9 +398,10 @@ def list_models() -> None:
     """List the catalogue: name, source, cached, size, licence, enabled."""
     rows: list[tuple[str, ...]] = []
     for name, model in load_settings().models.items():
-        known = SOURCES.get(model.source)
+        known = known_source(model.source)
         path = cached_path(model.source)
-        size_bytes = known.size_bytes if known else path.stat().st_size if path else None
+        published = SOURCES.get(model.source)
+        size_bytes = published.size_bytes if published else path.stat().st_size if path else None
         rows.append(
             (
                 name,
@@ -383,7 +440,7 @@ def new_api_key(name: str, kind: str | None) -> None:
     server.keys_file, is the line."""
     key, line = new_key(name, kind or USER)
     click.echo(f"key   {key}")
-    click.echo(f"line  {line}")
+    click.echo(f"{LABEL}  {line}")
 
 
 def _fetch(settings: Settings, names: tuple[str, ...] | list[str]) -> dict[str, Path]:

@@ -86,9 +86,9 @@ class MinimalLoop:
 
     def _complete_arguments(self, token: str, attempt: int, nonce: str) -> tuple[Any, ...]:
         keys = self._keys
-        return ("EVALSHA", self._complete.sha, 9, self._job + token, self._log + token,
+        return ("EVALSHA", self._complete.sha, 10, self._job + token, self._log + token,
                 keys.queue, keys.index, keys.leases, keys.outbox, keys.timers, self._tombstone + token,
-                keys.tally, token, attempt, nonce, 0, 1, 1, self._entry, "completed", self._ttl_ms,
+                keys.tally, keys.tenants, token, attempt, nonce, 0, 1, 1, self._entry, "completed", self._ttl_ms,
                 len(self._fields), *self._fields)  # fmt: skip
 
     def _compare_with_the_store(self) -> None:

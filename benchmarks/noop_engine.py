@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tasks.ports import Member, StepLogits, StepResult
-from tests.scripted.modelless import Modelless
+from tasks.ports import Capability, KVUsage, Member, StepLogits, StepResult, TokenIds
 from workers.engines.tiny import tiny_vocabulary
 
 
-class NoopEngine(Modelless):
-    """An Engine whose every row of logits says: end of text. No prompt is too long for it, and any cut will do."""
+class NoopEngine:
+    """An Engine whose every row of logits says: end of text. No prompt is too long for it, any cut will do, and
+    it holds nothing."""
+
+    bytes_per_token = 1
 
     context_length = 2**20
     prefill_grid = 1
@@ -26,12 +28,66 @@ class NoopEngine(Modelless):
         """Always the same."""
         return "noop"
 
+    def capability(self) -> Capability:
+        """All that needs no computing."""
+        return Capability(
+            max_sessions=4096,
+            max_positions=self.context_length,
+            batch_invariant=True,
+            recompute_exact=True,
+            snapshot=False,
+            prefix_share=False,
+            logprobs=False,
+            seed=True,
+        )
+
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
         """The same row for everyone."""
         return [
             StepLogits(self._row if member.wants_logits else None, member.start + len(member.tokens))
             for member in batch
         ]
+
+    def begin(self, session: str, epoch: int, prompt: TokenIds, positions: int, scope: str = "") -> int | None:  # noqa: ARG002 - the port's signature
+        """There is always room, and nothing to begin with."""
+        return 0
+
+    def extend(self, session: str, epoch: int, positions: int) -> bool:  # noqa: ARG002 - the port's signature
+        """There is always more."""
+        return True
+
+    def resident(self, prompt: TokenIds, scope: str = "") -> int:  # noqa: ARG002 - the port's signature
+        """Nothing ever is."""
+        return 0
+
+    def release(
+        self,
+        session: str,
+        epoch: int,
+        *,
+        tokens: TokenIds | None = None,
+        scope: str = "",
+        holder: str = "",
+    ) -> None:
+        """Nothing is held."""
+
+    def unpin(self, holder: str) -> None:
+        """Nothing is pinned."""
+
+    def kv_usage(self) -> KVUsage:
+        """No KV."""
+        return KVUsage(total=2**40, held=0, pinned=0, cached=0, evictions=0)
+
+    def check_integrity(self) -> None:
+        """Without books, nothing can contradict itself."""
+
+    def snapshot(self, session: str, epoch: int) -> bytes | None:  # noqa: ARG002 - the port's signature
+        """Unsupported."""
+        return None
+
+    def restore(self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = "") -> bool:  # noqa: ARG002 - the port's signature
+        """Unsupported."""
+        return False
 
     def close(self) -> None:
         """Nothing to free."""

@@ -49,6 +49,8 @@ pending_per_model = 1000000
 source = "random:0"
 target_inflight = {inflight}
 max_batch_size = {inflight}
+max_active_sessions = {inflight}
+scratch_budget_bytes = 1073741824
 max_prefill_tokens_per_tick = 1000000
 kv_budget_bytes = 100000000
 """

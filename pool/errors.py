@@ -10,6 +10,7 @@
     │   ├── QueueFull             bounded queue; carries when to come back
     │   └── StateUnavailable      the state server is away, read-only or out of memory
     ├── JobUnknown                no such id (never issued, or deleted)
+    │   ├── JobErased             its owner had it deleted
     │   └── JobExpired            the job ended, and its result was kept as long as promised
     ├── JobNotCancellable         the job has already ended in another way
     ├── Stale                     a write with an old fence: the attempt is no longer ours
@@ -101,6 +102,10 @@ class JobUnknown(GenpoolError):
     """No job has this id (never issued, or deleted)."""
 
     code = "not_found"
+
+
+class JobErased(JobUnknown):
+    """The job was deleted at its owner's wish; to whoever asks for it, it never was."""
 
 
 class JobExpired(JobUnknown):

@@ -180,9 +180,13 @@ ModelName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$
 class ModelSettings(Section):
     """`[models.NAME]`: one catalogue entry."""
 
-    backend: Literal["numpy"] = Field(default="numpy", description="The engine that runs the model.")
+    backend: Literal["numpy", "llama_cpp"] = Field(
+        default="numpy",
+        description="The engine that runs the model. `llama_cpp` needs the extra `llama` (`make llama`).",
+    )
     source: str = Field(
         description="Where the weights come from: `smollm2-135m-instruct` (fetched into the model cache), "
+        "`smollm2-135m-instruct:q4_0` (made of it, also `q4_1` and `q8_0`; needs the extra `llama`), "
         "`random:SEED` (a tiny model generated in code, for tests), or the path of a GGUF file.",
         min_length=1,
     )
@@ -195,8 +199,54 @@ class ModelSettings(Section):
         default=1, ge=1, le=1024, description="Generations a replica runs at once, if its engine can."
     )
     threads: int = Field(default=0, ge=0, le=256, description="Threads of the engine. 0: one per core, at most 4.")
+    weight_bytes: int = Field(default=0, ge=0, description="Bytes of the weights; reported, not enforced.")
     kv_budget_bytes: int = Field(
         default=64 * 2**20, gt=0, description="Bytes of KV all sessions of a replica may hold."
+    )
+    kv_overcommit: float = Field(
+        default=1.0,
+        ge=1,
+        le=1024,
+        description="1: a generation begins when all KV it may come to need is free. More: when its prompt's and this "
+        "part of its output's is; if KV runs out after all, the youngest is paused and goes on later.",
+    )
+    prefix_reuse: Literal["exact", "all", "off"] = Field(
+        default="exact",
+        description="Which KV later prompts of the same tenant begin with. `exact`: only what gives the same bits as "
+        "computing it. `all`: that of generated tokens, too. `off`: none.",
+    )
+    scratch_bytes_per_session: int = Field(
+        default=2**20, gt=0, description="Bytes of working memory counted for each active generation."
+    )
+    scratch_budget_bytes: int = Field(
+        default=16 * 2**20, gt=0, description="Bytes of working memory; bounds the active generations."
+    )
+    max_active_sessions: int = Field(
+        default=8, ge=1, le=1024, description="Generations active at once; bounds `target_inflight`."
+    )
+    max_queue_depth: int = Field(
+        default=64,
+        ge=0,
+        le=65_536,
+        description="Choices that wait inside a replica for a slot. 0: no waiting room. Jobs that find none go back to "
+        "the queue.",
+    )
+    kept_prefixes: int = Field(
+        default=2,
+        ge=0,
+        le=1024,
+        description="`llama_cpp`: sequences beside those of `target_inflight`, in which KV stays for later prompts "
+        "that begin alike. All have equal shares of `kv_budget_bytes`, which is allocated at start.",
+    )
+    flash_attention: bool = Field(
+        default=False,
+        description="`llama_cpp`: a faster attention whose last bits depend on threads and on the rest of the batch.",
+    )
+    gpu_layers: int = Field(
+        default=0,
+        ge=0,
+        le=10_000,
+        description="`llama_cpp`: layers that run on a GPU, where llama.cpp was built for one.",
     )
     max_batch_size: int = Field(default=8, ge=1, le=1024, description="Sessions decoded in one step.")
     max_prefill_tokens_per_tick: int = Field(
@@ -204,3 +254,9 @@ class ModelSettings(Section):
         ge=1,
         description="Prompt tokens prefilled between two decode steps; at least one chunk always runs.",
     )
+
+    @model_validator(mode="after")
+    def _one_session_fits(self) -> ModelSettings:
+        if self.scratch_budget_bytes < self.scratch_bytes_per_session:
+            raise ValueError("scratch_budget_bytes must be at least scratch_bytes_per_session")
+        return self

@@ -33,6 +33,8 @@ USER, ADMIN, METRICS = KINDS = ("user", "admin", "metrics")
 #: How often the file is looked at, at most.
 LOOK_S = 1.0
 MOST_PENDING = 10_000
+#: What `genpool keys new` prints before the line to store.
+LABEL = "line"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LINE = re.compile(
     rf"(?P<name>{_NAME.pattern})\s+(?P<kind>{'|'.join(KINDS)})\s+sha256:(?P<digest>[0-9a-f]{{64}})"
@@ -77,6 +79,12 @@ def parse_keys(text: str, origin: str) -> tuple[ApiKey, ...]:
     found: dict[bytes, ApiKey] = {}
     for number, line in _lines(text):
         match = _LINE.fullmatch(line)
+        if match is None and _LINE.fullmatch(line.removeprefix(LABEL).lstrip()):
+            raise ConfigurationError(
+                f"{origin}, line {number}: begins with the word `{LABEL}`, which `genpool keys new` prints before the "
+                "line to store; remove the word.",
+                param="server.keys_file",
+            )
         if match is None or int(match["pending"] or 1) > MOST_PENDING:
             raise ConfigurationError(
                 f"{origin}, line {number}: must be NAME {'|'.join(KINDS)} sha256:HEX [pending=N], N at most "

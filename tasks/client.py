@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pool.store.ids import parse_ref
+from pool.store.jobs import View
 from pool.store.log import LogEntry
 from pool.store.records import JobRecord
 from tasks.config import Settings
@@ -32,6 +33,10 @@ class Client:
     def get(self, job_id: str) -> JobRecord:
         """The job's record. Raises JobUnknown."""
         return self._services.store.read(parse_ref(job_id))
+
+    def view(self, job_id: str) -> View:
+        """The job's record and its log. Raises JobUnknown."""
+        return self._services.store.view(parse_ref(job_id))
 
     def cancel(self, job_id: str) -> JobRecord:
         """Cancel it. Raises JobUnknown and JobNotCancellable."""

@@ -52,7 +52,20 @@ SHIPPED_MODELS: Mapping[str, Mapping[str, Any]] = {
         "source": "smollm2-135m-instruct",
         "target_inflight": 8,
         "kv_budget_bytes": 2 * 2**30,
-    }
+        "scratch_budget_bytes": 64 * 2**20,
+        "max_active_sessions": 64,
+        "max_queue_depth": 128,
+        "max_batch_size": 16,
+    },
+    # The same weights in llama.cpp, in the quantisation that gains most from batches.
+    "smollm2-135m-q4": {
+        "backend": "llama_cpp",
+        "source": "smollm2-135m-instruct:q4_0",
+        "enabled": False,
+        "target_inflight": 8,
+        "kept_prefixes": 4,
+        "kv_budget_bytes": 2**30,
+    },
 }
 
 

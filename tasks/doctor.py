@@ -27,6 +27,7 @@ from pool.store.jobs import JobStore
 from pool.store.memory import FULL_SHARE, memory_of
 from pool.store.ranks import RankRegistry
 from pool.store.server_binary import find_binary
+from tasks.api_keys import KeyRing, check_exposed
 from tasks.config import Settings, model_cache, state_folder, state_url
 from tasks.launch import claim_port, enabled_models
 from tasks.own_runtime import state_server_hint
@@ -41,6 +42,7 @@ CLOCK_LIMIT_S = 2.0
 #: Free disk space that a healthy machine has; the state folder also needs room to rewrite its log.
 DISK_RESERVE_BYTES = 512 * 2**20
 PROBE_TIMEOUT_S = 2.0
+KEYS_REMEDY = "Check server.keys_file and GENPOOL_API_KEYS. API processes that run keep the keys they had until then."
 
 #: What is wrong with the weights of a source; None: nothing.
 WeightsFault = Callable[[str], str | None]
@@ -64,6 +66,7 @@ def examine(
     yield from _state(settings, clock)
     yield from _models(settings, weights_fault)
     yield _port(settings)
+    yield _keys(settings)
     yield from _folders(settings)
 
 
@@ -221,6 +224,21 @@ def _port(settings: Settings) -> Finding:
         remedy = "Choose another server.port, or stop that program."
         return Finding("api port", FAILED, f"{host}:{port} is taken by another program", remedy)
     return Finding("api port", OK, f"{host}:{port} is free")
+
+
+def _keys(settings: Settings) -> Finding:
+    """API keys: understood, changeable by their owner alone, and there if other machines reach the API."""
+    try:
+        ring = KeyRing(settings)
+        check_exposed(settings.server.host, keyed=ring.required)
+    except ConfigurationError as error:
+        return Finding("api keys", FAILED, error.message, KEYS_REMEDY)
+    file = Path(settings.server.keys_file).expanduser() if settings.server.keys_file else None
+    if file is not None and file.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return Finding("api keys", FAILED, f"others can write to {file}", f"Run: chmod go-w {file}")
+    if not ring.required:
+        return Finding("api keys", OK, "none: the API is open, to this machine alone")
+    return Finding("api keys", OK, f"{len(ring)} in force")
 
 
 def _is_genpool(host: str, port: int) -> bool:

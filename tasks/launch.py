@@ -13,18 +13,21 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pool.errors import ConfigurationError, StateUnavailable, UnknownModel
 from pool.store.connection import connect
 from pool.store.ranks import RankRegistry
 from pool.store.server import StateServer
+from pool.store.totals import surveys
 from tasks.config import Settings, state_folder, state_url
 from tasks.supervisor import Child
 
 #: Celery's cold shutdown: running generations are handed back, at no cost to them.
 HAND_BACK = signal.SIGQUIT
+HURRY_NOTE = "told to hurry (Celery calls it a cold shutdown): what runs is handed back, and nothing is lost"
 #: How long a child may take beyond its own grace before it is killed.
 STOP_MARGIN_S = 10.0
 API_GRACE_S = 40.0
@@ -82,6 +85,35 @@ def _has_served(settings: Settings, model: str, pid: int) -> bool:
         client.connection_pool.disconnect()
 
 
+def _telling(settings: Settings, model: str, child: Child) -> Child:
+    """The worker, with a line at its end about generations that it could not finish: nothing of them is lost."""
+
+    def parting() -> Callable[[], str]:
+        before = _handed_back(settings, model)
+
+        def farewell() -> str:
+            count = _handed_back(settings, model) - before
+            if count <= 0:
+                return ""
+            where = "at another worker or the next start" if settings.state.url else "after the next start"
+            return f"{model}: unfinished generations handed back: {count}; they go on {where}"
+
+        return farewell
+
+    return replace(child, parting=parting, hurry_note=HURRY_NOTE)
+
+
+def _handed_back(settings: Settings, model: str) -> int:
+    """How many generations of the model workers have ever handed back; 0 when that cannot be told."""
+    client = connect(state_url(settings), max_connections=1, timeout_s=READY_TIMEOUT_S)
+    try:
+        return surveys(client, [model])[model].totals.requeued["handed_back"]
+    except StateUnavailable:
+        return 0
+    finally:
+        client.connection_pool.disconnect()
+
+
 def state_child(server: StateServer) -> Child:
     """The embedded state server. Takes the folder's lock; the caller releases it when the child has ended."""
     server.acquire()
@@ -134,11 +166,12 @@ def stages(
     settings: Settings, *, server: StateServer | None, port: int, flower_port: int | None
 ) -> Sequence[Sequence[Child]]:
     """Everything `genpool up` runs, in starting order."""
+    models = enabled_models(settings)
     flower = [flower_child(flower_port)] if flower_port else []
     plan = [
         [state_child(server)] if server else [],
         flower,
-        [worker_child(settings, model, events=bool(flower)) for model in enabled_models(settings)],
+        [_telling(settings, model, worker_child(settings, model, events=bool(flower))) for model in models],
         [api_child(settings, port)],
     ]
     return [stage for stage in plan if stage]

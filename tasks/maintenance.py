@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pool.errors import GenpoolError
-from pool.store.sweeping import Sweeper
+from pool.store.sweeping import Sight, Sweeper
 
 log = logging.getLogger("genpool.maintenance")
 
@@ -73,20 +73,34 @@ class Maintenance:
     def turn(self, *, sweeps: bool = True) -> None:
         """One sweep of each model and each chore. Whatever fails, the thread goes on: without it, nobody takes a dead
         worker's jobs. A state server that is away ends the turn; anything else stays with the model it befell."""
-        parts: list[tuple[str, Callable[[], None]]] = []
-        if sweeps:
-            parts += [(model, partial(self._sweep, model)) for model in self._models]
-        parts += [("chore", chore) for chore in self._chores]
         try:
-            for name, part in parts:
-                self._attempt(name, part)
+            if sweeps:
+                self._sweep()
+            for chore in self._chores:
+                self._attempt("chore", chore)
         except (GenpoolError, OSError) as error:
             self._failed("", type(error).__name__)
         else:
             self._failing.discard("")
 
-    def _sweep(self, model: str) -> None:
-        swept = self._sweeper.sweep(model)
+    def _sweep(self) -> None:
+        try:
+            sights = self._sweeper.look(self._models)
+        except (GenpoolError, OSError):
+            raise
+        except Exception:  # noqa: BLE001 - something is wrong with one of them: each by itself then
+            for model in self._models:
+                self._attempt(model, partial(self._sweep_alone, model))
+            return
+        for sight in sights:
+            self._attempt(sight.model, partial(self._act, sight))
+
+    def _sweep_alone(self, model: str) -> None:
+        (sight,) = self._sweeper.look([model])
+        self._act(sight)
+
+    def _act(self, sight: Sight) -> None:
+        model, swept = sight.model, self._sweeper.act(sight)
         if swept.requeued or swept.poisoned:
             log.warning("%s: %d jobs of lost workers requeued, %d failed", model, swept.requeued, swept.poisoned)
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from pool.store.log import TokenLogprobs
 from tasks.payloads import Sampling
 from tasks.vocabulary import Vocabulary
 
@@ -206,13 +207,14 @@ class Generation:
 @dataclass(slots=True)
 class Tokens:
     """New output of one choice. `text` is the piece that became safe to show with these tokens (it may be empty, and
-    may hold text withheld earlier)."""
+    may hold text withheld earlier). `logprobs`: one for each token id where the job asks for them, else empty."""
 
     job: str
     attempt: int
     choice: int
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True)
@@ -247,6 +249,9 @@ class Failed:
 
 Event = Tokens | Finished | Failed
 
+#: How a job counts that is stopped from outside.
+Stopped = Literal["cancelled", "failed"]
+
 
 class EventSink(Protocol):
     """Where a runner delivers. Called from the runner's own thread; must not block on the network."""
@@ -272,11 +277,13 @@ class Runner(Protocol):
     def start(self, sink: EventSink) -> None: ...
 
     def submit(self, generation: Generation) -> None:
-        """Take a job. Raises InvalidRequest when it can never run here; queueing is the caller's business."""
+        """Take a job. Raises InvalidRequest when it can never run here, another Refused when it may run elsewhere or
+        later: then it goes back to the queue."""
         ...
 
-    def cancel(self, job: str, attempt: int) -> bool:
-        """Stop within one step, without any event. False: no such live job. Idempotent."""
+    def cancel(self, job: str, attempt: int, *, how: Stopped = "cancelled") -> bool:
+        """Stop within one step, without any event; tokens that were told stay. `how` it counts: `failed` is for
+        deadlines and lost leases. False: no such live job. Idempotent."""
         ...
 
     def capacity(self) -> RunnerCapacity: ...

@@ -1,4 +1,5 @@
-"""What `genpool queues` shows: each model's queue at one instant, and its rates since the look before."""
+"""What `genpool queues` shows: each model's queue at one instant, and its rates: of jobs since the look before, of
+tokens as its workers last reported them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ HEAD = ("MODEL", "QUEUED", "OLDEST", "RUNNING", "SLOTS", "RANKS", "DEAD", "SUBMI
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """One model. Rates are None at the first look; tokens are those of jobs that ended since the look before."""
+    """One model. Rates of jobs are None at the first look; that of tokens is what its ranks reported last, over some
+    seconds."""
 
     model: str
     queued: int
@@ -27,7 +29,7 @@ class Queue:
     dead_letters: int
     submitted_per_second: float | None
     ended_per_second: float | None
-    output_tokens_per_second: float | None
+    output_tokens_per_second: float
 
     def row(self) -> tuple[str, ...]:
         """As cells under HEAD."""
@@ -61,7 +63,7 @@ class Queues:
 
     def _queue(self, model: str, now: Survey) -> Queue:
         ranks = RankRegistry(self._client, model).live()
-        submitted, ended, tokens = _rates(self._before.get(model), now)
+        submitted, ended = _rates(self._before.get(model), now)
         return Queue(
             model=model,
             queued=now.queued,
@@ -72,23 +74,23 @@ class Queues:
             dead_letters=now.dead_letters,
             submitted_per_second=submitted,
             ended_per_second=ended,
-            output_tokens_per_second=tokens,
+            output_tokens_per_second=round(sum(rank.tokens_per_second for rank in ranks), 1),
         )
 
 
-def _rates(before: Survey | None, now: Survey) -> tuple[float | None, float | None, float | None]:
+def _rates(before: Survey | None, now: Survey) -> tuple[float | None, float | None]:
     """Per second of the state server's clock; None without a look before, or when that clock was set back."""
     if before is None or now.at_ms <= before.at_ms:
-        return None, None, None
+        return None, None
     seconds = (now.at_ms - before.at_ms) / 1000
     counts = zip(_counts(before), _counts(now), strict=True)
-    submitted, ended, tokens = (round((new - old) / seconds, 3) for old, new in counts)
-    return submitted, ended, tokens
+    submitted, ended = (round((new - old) / seconds, 3) for old, new in counts)
+    return submitted, ended
 
 
-def _counts(survey: Survey) -> tuple[int, int, int]:
+def _counts(survey: Survey) -> tuple[int, int]:
     totals = survey.totals
-    return totals.submitted, sum(totals.ended.values()), totals.output_tokens
+    return totals.submitted, sum(totals.ended.values())
 
 
 def duration(seconds: float) -> str:

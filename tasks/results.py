@@ -11,7 +11,7 @@ from celery.exceptions import TaskRevokedError
 
 from pool.errors import GenerationFailed
 from pool.rules import jobs
-from pool.store.outbox import Erased, Outbox
+from pool.store.outbox import Erased, Outbox, filled
 from pool.store.records import JobRecord
 from tasks.services import Services
 
@@ -48,10 +48,11 @@ def store_result(app: Celery, record: JobRecord) -> None:
 
 def outbox_chore(app: Celery, services: Services, models: Sequence[str]) -> Callable[[], None]:
     """A maintenance chore that empties the models' outboxes."""
-    outboxes = [Outbox(services.client, services.store, model) for model in models]
+    outboxes = {model: Outbox(services.client, services.store, model) for model in models}
 
     def chore() -> None:
-        for outbox in outboxes:
+        for model in filled(services.client, models):
+            outbox = outboxes[model]
             for job in outbox.pending():
                 if isinstance(job, Erased):
                     app.backend.forget(job.task_id)

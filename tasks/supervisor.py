@@ -46,7 +46,9 @@ class Child:
     """What to run. `env` is added to this process's own; `ready` (None: at once) says whether it serves; `served`
     (None: it did once it was ready or lived long) tells of a process that has ended, by its id, whether it ever served;
     `stop_grace_s` lies between `stop_signal` and SIGKILL; output is appended to `log_path` instead of the supervisor's
-    own, where given. A second request to stop sends `hurry_signal`, if there is one, and kills HURRY_S later."""
+    own, where given. A second request to stop sends `hurry_signal`, if there is one, says `hurry_note`, and kills
+    HURRY_S later. `parting` is called before it is told to stop; what it returns is called when the child has ended,
+    and may return a line to print."""
 
     name: str
     argv: Sequence[str]
@@ -58,6 +60,8 @@ class Child:
     log_path: Path | None = None
     pass_fds: tuple[int, ...] = ()
     hurry_signal: signal.Signals | None = None
+    hurry_note: str = ""
+    parting: Callable[[], Callable[[], str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +217,7 @@ class Supervisor:
             finally:
                 self._announce_stop()
                 self.stop()
+                self.output.line("stopped")
         return 0 if self.failure is None else 1
 
     @contextmanager
@@ -272,7 +277,7 @@ class Supervisor:
         if stages:
             names = ", then ".join(" and ".join(life.child.name for life in stage) for stage in stages)
             longest_s = sum(max(life.child.stop_grace_s for life in stage) for stage in stages)
-            self.output.line(f"stopping: {names}; up to {longest_s:g} s, a second signal hurries")
+            self.output.line(f"stopping: {names}; mostly seconds, at most {longest_s:g} s; a second signal hurries")
 
     def _after_death(self, life: _Life, now: float) -> None:
         pid, code = life.reap()
@@ -297,6 +302,7 @@ class Supervisor:
 
     def _stop_stage(self, stage: list[_Life]) -> None:
         running = [life for life in stage if life.is_up()]
+        farewells = [life.child.parting() for life in running if life.child.parting is not None]
         for life in running:
             life.signal(life.child.stop_signal)
         began = time.monotonic()
@@ -306,8 +312,7 @@ class Supervisor:
             if self._signals > 1 and hurried is None:
                 hurried = time.monotonic()
                 for life in running:
-                    if life.child.hurry_signal is not None:
-                        life.signal(life.child.hurry_signal)
+                    self._hurry(life)
             for life in running:
                 patience_s = HURRY_S if life.child.hurry_signal is not None else 0.0
                 impatient = hurried is not None and time.monotonic() - hurried >= patience_s
@@ -318,6 +323,16 @@ class Supervisor:
         for life in stage:
             if life.process is not None:
                 life.reap()
+        for line in (farewell() for farewell in farewells):
+            if line:
+                self.output.line(line)
+
+    def _hurry(self, life: _Life) -> None:
+        if life.child.hurry_signal is None:
+            return
+        life.signal(life.child.hurry_signal)
+        if life.child.hurry_note:
+            self.output.line(f"{life.child.name}: {life.child.hurry_note}")
 
     def _all(self) -> Iterable[_Life]:
         return (life for stage in self._stages for life in stage)

@@ -41,6 +41,8 @@ ROOT = Path(__file__).parents[1]
 SCRIPTED, TINY = "scripted", "tiny"
 READY_S = 60.0
 
+#: Budgets that leave `target_inflight` alone to bound a model.
+ROOMY = {"max_active_sessions": 1024, "scratch_budget_bytes": 2**30, "max_queue_depth": 1024}
 #: Short times, so that a test sees leases end and grace pass.
 SECTIONS: dict[str, dict[str, Any]] = {
     "server": {"threads": 64, "sync_wait_seconds": 20, "keepalive_seconds": 0.3, "orphan_grace_seconds": 10},
@@ -167,8 +169,8 @@ class System:
         self._api_ports: dict[str, int] = {}
         self._sections = {name: {**values, **((sections or {}).get(name, {}))} for name, values in SECTIONS.items()}
         self._models = {
-            SCRIPTED: {"source": "random:1", "target_inflight": 8, **(models or {}).get(SCRIPTED, {})},
-            TINY: {"source": "random:7", "target_inflight": 8, **(models or {}).get(TINY, {})},
+            SCRIPTED: {"source": "random:1", "target_inflight": 8, **ROOMY, **(models or {}).get(SCRIPTED, {})},
+            TINY: {"source": "random:7", "target_inflight": 8, **ROOMY, **(models or {}).get(TINY, {})},
         }
         self.settings: Settings = load_configuration(self.config(self.url, "client"), environ={}).settings
         self.http = httpx.Client(timeout=30, headers={"Authorization": f"Bearer {key}"} if key else {})

@@ -1,14 +1,19 @@
 """When has a request arrived? Told from its bytes, without a thread that waits for them.
 
 Only framing is looked at, as far as it takes to know the end. Whether head and body are right is gunicorn's to say, who
-gets the bytes of one request and no others: what is odd here is handed over at once, and refused there.
+gets the bytes of one request and no others: what is odd here is handed over at once, and refused there. An answer
+promises the connection only where the end is known, so this is the stricter reader of the two: what it takes for the
+end of a chunked body, gunicorn takes too.
 
 | bytes so far | verdict |
 |---|---|
 | part of a head, or of a body within the limit | MORE |
 | a head and all of its body; or something whose end nobody can tell | WHOLE |
-| a head that announces more than the limit, or a body that has passed it | OVERSIZE: answered without the rest |
+| a head that announces more than the limit, or a body that has passed it | OVERSIZE: answered without its body |
 | a request line, or a head, that is too long already | LINE_TOO_LONG, HEAD_TOO_LARGE |
+| a head that expects anything but 100-continue | EXPECTS_MORE, before its body |
+| a head whose Transfer-Encoding is anything but chunked | CODED |
+| a head of HTTP/1.1 without a Host | HOSTLESS |
 """
 
 from __future__ import annotations
@@ -17,10 +22,14 @@ import re
 from collections.abc import Iterator
 from enum import Enum, auto
 
+from gunicorn.http.message import RFC9110_5_3_SINGLETON_FIELDS, RFC9110_6_5_1_FORBIDDEN_TRAILER
+
 #: Longest request line, and longest line of a head; gunicorn's own limits are set to the same.
 LINE_BYTES = 8190
 #: Longest head.
 HEAD_BYTES = 65536
+#: Most lines of a head, and of trailers.
+FIELDS = 100
 #: How much of a chunked body may be framing: whoever sends more chunks than that is no client of ours.
 FRAMING_BYTES = 512 * 1024
 #: Pieces in which a request is handed to gunicorn's parser.
@@ -28,7 +37,14 @@ PIECE_BYTES = 65536
 
 _HEAD_END = b"\r\n\r\n"
 _BARE_LF = re.compile(rb"(?<!\r)\n")
+#: A request line of a version that has a Host, 100-continue and chunks.
+_NEW = re.compile(rb" HTTP/1\.[1-9]\Z")
 _CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]+")
+_TOKEN = rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
+#: Plain forms of what may follow a chunk's size, and of a trailer: rarer ones are left to gunicorn.
+_EXTENSIONS = re.compile(rb"(?:[ \t]*;[ \t]*%b(?:=(?:%b|\"[ !#-\[\]-~]*\"))?)*" % (_TOKEN, _TOKEN))
+_TRAILER = re.compile(rb"([A-Za-z0-9-]+):[\t -~]*")
+_NO_TRAILERS = {name.encode() for name in RFC9110_6_5_1_FORBIDDEN_TRAILER | RFC9110_5_3_SINGLETON_FIELDS}
 
 
 class Verdict(Enum):
@@ -39,15 +55,19 @@ class Verdict(Enum):
     OVERSIZE = auto()
     LINE_TOO_LONG = auto()
     HEAD_TOO_LARGE = auto()
+    EXPECTS_MORE = auto()
+    CODED = auto()
+    HOSTLESS = auto()
 
 
 class Arrival:
     """One request on its way in. `data` holds all bytes so far, perhaps those of a next request too; `end`, once the
-    verdict is WHOLE, is where this one ends."""
+    verdict is WHOLE, is where this one ends; if nobody can tell (`has_known_end`), the connection must end with it."""
 
     def __init__(self, body_limit_bytes: int) -> None:
         self.data = bytearray()
         self.end = 0
+        self.has_known_end = True
         self.waits_for_continue = False
         self._limit_bytes = body_limit_bytes
         self._head_bytes = 0
@@ -57,12 +77,21 @@ class Arrival:
     def feed(self, data: bytes) -> Verdict:
         """The verdict once these bytes have come as well."""
         self.data += data
+        verdict = self._verdict()
+        if verdict is Verdict.OVERSIZE:
+            # It is answered without its body, so nothing of that is kept.
+            del self.data[self._head_bytes :]
+            self.end = self._head_bytes
+        return verdict
+
+    def _verdict(self) -> Verdict:
         if not self._head_bytes:
             verdict = self._look_for_head()
             if verdict is not None:
                 return verdict
         if self._chunks is not None:
             verdict, self.end = self._chunks.look(self.data)
+            self.has_known_end = verdict is Verdict.MORE or self._chunks.at_end
             return verdict
         return Verdict.WHOLE if len(self.data) >= self.end else Verdict.MORE
 
@@ -96,15 +125,24 @@ class Arrival:
 
     def _look_at_framing(self, head: bytes) -> Verdict | None:
         """What the head says of its body. A head that says two things is handed over: it will be refused."""
-        request_line, *lines = head.split(b"\r\n")
+        # gunicorn, too, forgives one empty line before a request.
+        request_line, *lines = head.removeprefix(b"\r\n").split(b"\r\n")
         fields = [line.partition(b":") for line in lines]
-        lengths = [value.strip(b" \t") for name, _, value in fields if name.lower() == b"content-length"]
-        codings = [value.strip(b" \t").lower() for name, _, value in fields if name.lower() == b"transfer-encoding"]
-        expects = [value.strip(b" \t").lower() for name, _, value in fields if name.lower() == b"expect"]
-        self.waits_for_continue = expects == [b"100-continue"] and request_line.endswith(b"HTTP/1.1")
+        lengths, codings, expects, hosts = (
+            [value.strip(b" \t").lower() for field, _, value in fields if field.lower() == name]
+            for name in (b"content-length", b"transfer-encoding", b"expect", b"host")
+        )
+        is_new = _NEW.search(request_line) is not None
+        if is_new and not hosts:
+            return Verdict.HOSTLESS
+        if expects not in ([], [b"100-continue"]):
+            return Verdict.EXPECTS_MORE
+        if codings not in ([], [b"chunked"]):
+            return Verdict.CODED
+        self.waits_for_continue = is_new and bool(expects)
         if not lengths and not codings:
             self.end = self._head_bytes
-        elif not lengths and len(codings) == 1 and codings[0].endswith(b"chunked"):
+        elif is_new and not lengths:
             self._chunks = _Chunks(self._head_bytes, self._limit_bytes)
         elif not codings and len(lengths) == 1 and lengths[0].isdigit():
             length = int(lengths[0]) if len(lengths[0]) < 20 else self._limit_bytes + 1
@@ -117,23 +155,33 @@ class Arrival:
 
     def _as_it_is(self, verdict: Verdict) -> Verdict:
         self.end = len(self.data)
+        self.has_known_end = False
         return verdict
 
 
 class _Chunks:
-    """Finds the end of a chunked body."""
+    """Finds the end of a chunked body. `at_end`: it was found, and all before it was as it should be."""
 
     def __init__(self, at: int, limit_bytes: int) -> None:
+        self.at_end = False
         self._at = at
         self._limit_bytes = limit_bytes
         self._skip = 0
+        self._after_data = False
         self._payload_bytes = 0
         self._framing_bytes = 0
         self._in_trailers = False
+        self._trailers = 0
 
     def look(self, data: bytearray) -> tuple[Verdict, int]:
         """The verdict on all bytes so far, and where the body ends (or what there is of it)."""
         while self._pass_chunk(data):
+            if self._after_data:
+                closing = bytes(data[self._at : self._at + 2])
+                if closing != b"\r\n":
+                    return (Verdict.MORE if b"\r\n".startswith(closing) else Verdict.WHOLE), len(data)
+                self._at += 2
+                self._after_data = False
             end = data.find(b"\r\n", self._at)
             if end < 0:
                 # gunicorn refuses a line without end by the same limit.
@@ -143,8 +191,9 @@ class _Chunks:
             self._framing_bytes += len(line) + 4
             self._at = end + 2
             if self._in_trailers and not line:
+                self.at_end = True
                 return Verdict.WHOLE, self._at
-            if not self._in_trailers and not self._begin_chunk(line):
+            if not self._take_line(line):
                 return Verdict.WHOLE, len(data)
             if self._payload_bytes > self._limit_bytes or self._framing_bytes > FRAMING_BYTES:
                 return Verdict.OVERSIZE, len(data)
@@ -157,15 +206,28 @@ class _Chunks:
         self._skip -= step
         return self._skip == 0
 
+    def _take_line(self, line: bytes) -> bool:
+        """Read a line between chunks; False when it is not what should be there."""
+        if self._in_trailers:
+            self._trailers += 1
+            return self._trailers <= FIELDS and len(line) + 2 <= LINE_BYTES and _is_trailer(line)
+        return len(line) <= LINE_BYTES and self._begin_chunk(line)
+
     def _begin_chunk(self, line: bytes) -> bool:
         """Read the line in front of a chunk; False when it is none."""
-        size, extension, _ = line.partition(b";")
+        size, extension, rest = line.partition(b";")
         if extension:
             size = size.rstrip(b" \t")
-        if not _CHUNK_SIZE.fullmatch(size):
+        if not _CHUNK_SIZE.fullmatch(size) or not _EXTENSIONS.fullmatch(extension + rest):
             return False
         length = int(size, 16)
         self._payload_bytes += length
-        self._skip = length + 2 if length else 0
+        self._skip = length
+        self._after_data = length > 0
         self._in_trailers = length == 0
         return True
+
+
+def _is_trailer(line: bytes) -> bool:
+    found = _TRAILER.fullmatch(line)
+    return found is not None and found[1].upper() not in _NO_TRAILERS

@@ -3,6 +3,7 @@
 | what | open to |
 |---|---|
 | /healthz, /health, /readyz | everybody |
+| /docs, /openapi.json, and / and /docs/, which lead there | everybody: browsers send no key, and these tell no secret |
 | /metrics | admin and metrics keys: the figures are about everybody's work |
 | /v1/admin/... | admin keys |
 | anything else, also what does not exist | user and admin keys |
@@ -24,7 +25,7 @@ from tasks.api_keys import ADMIN, METRICS, USER, ApiKey, KeyRing
 from webapp.errors import InvalidApiKey, KeyNotAllowed
 from webapp.node import Node
 
-OPEN = frozenset({"/healthz", "/health", "/readyz"})
+OPEN = frozenset({"/healthz", "/health", "/readyz", "/", "/docs", "/docs/", "/openapi.json"})
 ADMIN_PREFIX = "/v1/admin"
 #: Whose jobs are those that came without a key.
 NOBODY = "default"

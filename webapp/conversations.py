@@ -28,7 +28,9 @@ def conversation(node: Node, previous: str) -> list[Message]:
     except JobUnknown:
         raise JobUnknown("There is no previous response with this id.", param=FIELD, code=NOT_FOUND) from None
     if record.state not in (jobs.COMPLETED, jobs.INCOMPLETE):
-        raise InvalidRequest(f"The previous response is {record.state}, not completed.", param=FIELD)
+        raise InvalidRequest(
+            f"The previous response is {record.state}; only a completed or an incomplete one goes on.", param=FIELD
+        )
     if len(record.outputs) != 1:
         raise InvalidRequest(
             f"The previous response has {len(record.outputs)} choices; a conversation goes on from one.", param=FIELD

@@ -3,7 +3,8 @@
 Official clients resend POSTs on 408, 409, 429 and 5xx by themselves. So whatever must not be sent again says
 `x-should-retry: false`, and 429 and 503 with `Retry-After` are only given when nothing stays enqueued.
 
-    every non-2xx body: {"error": {"message", "type", "param", "code"}}, plus "id" and "status" of a job that goes on
+    every non-2xx body: {"error": {"message", "type", "param", "code"}}, plus "id", "status" and, while it is queued,
+    "queue_position" of a job that goes on
 """
 
 from __future__ import annotations
@@ -86,13 +87,14 @@ class ClientGone(GenpoolError):
 
 
 class StillRunning(GenpoolError):
-    """The wait ended before the job did: the job goes on and can be polled. `state` is the last one seen."""
+    """The wait ended before the job did: the job goes on and can be polled. `state` is the last one seen; `ahead`: how
+    many wait before a queued one, None where that is not known."""
 
-    def __init__(self, message: str, *, job: str, state: str, code: str, status: int) -> None:
+    def __init__(self, message: str, *, job: str, state: str, code: str, ahead: int | None) -> None:
         super().__init__(message, code=code)
         self.job = job
         self.state = state
-        self.status = status
+        self.ahead = ahead
 
 
 #: HTTP status by class; the first match counts.
@@ -111,6 +113,7 @@ _STATUS: tuple[tuple[type[GenpoolError], int], ...] = (
     (JobExpired, 410),
     (JobUnknown, 404),
     (JobNotCancellable, 400),
+    (StillRunning, 504),
     (ClientGone, 499),
 )
 
@@ -124,6 +127,9 @@ _FAILURE_STATUS = {
     "queue_timeout": 429,
     "run_timeout": 504,
 }
+
+#: After how many seconds what was missing may be there: a worker that starts, a place in the queue.
+LATER_S = "5"
 
 _HTTP_CODES = {
     400: "bad_request",
@@ -165,8 +171,6 @@ def error_body(error: GenpoolError, status: int) -> dict[str, Any]:
 
 def status_of(error: GenpoolError) -> int:
     """The HTTP status of an error of ours."""
-    if isinstance(error, StillRunning):
-        return error.status
     if isinstance(error, GenerationFailed):
         return _FAILURE_STATUS.get(error.code, 500)
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
@@ -185,15 +189,19 @@ def answer_for(error: GenpoolError, *, job: str | None = None, keyed: bool = Fal
     elif isinstance(error, InvalidApiKey):
         headers["WWW-Authenticate"] = 'Bearer realm="genpool"' + (', error="invalid_token"' if error.sent else "")
     elif isinstance(error, NotReady):
+        headers["Retry-After"] = LATER_S
         extra |= {"missing": error.missing}
-    elif isinstance(error, GenerationFailed) and error.code == "queue_timeout" and not keyed:
-        # Nothing stays enqueued, so coming back later is right.
-        headers |= {"Retry-After": "5", "x-should-retry": "true"}
+    elif isinstance(error, GenerationFailed) and error.code == "queue_timeout":
+        # Nothing stays enqueued, so coming back later is right; but not as a resend with the same Idempotency-Key,
+        # which finds this very job, ended, for as long as it is kept: a new attempt needs a new key.
+        headers |= {"Retry-After": LATER_S, "x-should-retry": "false" if keyed else "true"}
     elif status >= 500 or status in (408, 409, 429):
         headers["x-should-retry"] = "false"
     if isinstance(error, StillRunning):
         job = error.job
         extra["status"] = "in_progress" if error.state == jobs.RUNNING else error.state
+        if error.ahead is not None:
+            extra["queue_position"] = error.ahead
     if job is not None:
         headers["Location"] = f"/v1/responses/{job}"
         extra["id"] = job

@@ -2,7 +2,7 @@
 
 Stopping (SIGTERM): a process stops accepting; open Responses streams break within a second, so that their clients
 continue on another node from the last `sequence_number`; chat streams end with an error in band; synchronous requests
-may still finish for 2 s and are then answered with the id of their job, which goes on. Whatever is left after
+may still finish for 2 s and are then answered (504) with the id of their job, which goes on. Whatever is left after
 `graceful_timeout` is cut. No job is cancelled by a stop, unless the state server is away all that time: whose reader is
 gone it learns only from the process.
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from tasks.api_keys import KeyRing, check_exposed
 from tasks.config import load_settings
-from webapp.arrivals import LINE_BYTES
+from webapp.arrivals import FIELDS, LINE_BYTES
 
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 #: Files a process opens beside its clients' connections.
@@ -44,7 +44,7 @@ worker_connections = threads + 512  # the surplus is connections that hold no th
 backlog = 2048
 keepalive = 1  # for how long is the worker's: server.idle_seconds
 limit_request_line = limit_request_field_size = LINE_BYTES
-limit_request_fields = 100
+limit_request_fields = FIELDS
 timeout = 60
 graceful_timeout = 10
 control_socket_disable = True

@@ -9,7 +9,9 @@ collects the bytes of all connections, and a request gets a thread once it has a
 | a request is whole (`webapp.arrivals`) | a thread parses and serves it, from memory |
 | it announces too large a body | the same at once; the answer ends the connection |
 | its request line or its head is too long | 414, 431 |
+| its head expects, or is coded as, what is not supported, or has no Host | 417, 501, 400, before its body |
 | it is not whole after `receive_seconds`, from accept or from its first byte | 408, cut |
+| it is not whole when the process ends | 503, cut |
 | no byte of a next request for `idle_seconds` | cut |
 | an answer that ends its connection was given | our side is shut; what still comes is read away, for a while |
 | no room for a further connection | the longest idle, else the longest arriving one is cut |
@@ -29,7 +31,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from enum import IntEnum
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from gunicorn.http import get_parser
@@ -144,7 +146,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
         self._next_look_s = now_s + LOOK_S
         for conn in [conn for conn in self._open if force or conn.deadline_s <= now_s]:
             if conn.phase is Phase.ARRIVING:
-                self._say(conn, raw_answers.too_slow())
+                ending = force or now_s >= self._end_s
+                self._say(conn, raw_answers.stopping() if ending else raw_answers.too_slow())
             self._drop(conn)
 
     def notify(self) -> None:
@@ -210,8 +213,10 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
             is_first = conn.parser is None
             spent_s = time.monotonic() - conn.since_s if is_first else 0.0
             self._enter(conn, Phase.ARRIVING, max(self._receive_s - spent_s, 0.0))
-        self._held_bytes += len(data)
-        match conn.arrival.feed(data):
+        held_bytes = len(conn.arrival.data)
+        verdict = conn.arrival.feed(data)
+        self._held_bytes += len(conn.arrival.data) - held_bytes
+        match verdict:
             case Verdict.MORE:
                 if conn.arrival.waits_for_continue:
                     conn.arrival.waits_for_continue = False
@@ -221,7 +226,13 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
                 self._refuse(conn, raw_answers.line_too_long())
             case Verdict.HEAD_TOO_LARGE:
                 self._refuse(conn, raw_answers.head_too_large())
-            case Verdict.WHOLE | Verdict.OVERSIZE as verdict:
+            case Verdict.EXPECTS_MORE:
+                self._refuse(conn, raw_answers.expectation_failed())
+            case Verdict.CODED:
+                self._refuse(conn, raw_answers.unsupported_transfer_coding())
+            case Verdict.HOSTLESS:
+                self._refuse(conn, raw_answers.not_valid())
+            case Verdict.WHOLE | Verdict.OVERSIZE:
                 self._leave(conn)
                 conn.oversize = verdict is Verdict.OVERSIZE
                 conn.parser = get_parser(self.cfg, conn.arrival.pieces(), conn.client)
@@ -268,13 +279,20 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
         """Serve a request whose head was understood."""
         conn.sock.settimeout(SEND_LIMIT_S)
         req._expected_100_continue = False  # it was said when there was something to wait for
-        if conn.oversize:
-            req.body.oversize = True
+        req.body.oversize = conn.oversize
+        if not conn.arrival.has_known_end or _says_close(req):
             req.force_close()
+        self._end_when_stopping(req)
         try:
             return super().handle_request(req, conn)
         except TimeoutError:
             raise BrokenPipeError(errno.EPIPE, "the client takes no answer") from None
+
+    def _end_when_stopping(self, req: Any) -> None:
+        """Have this request's answer say `Connection: close` if the process is to end when it is sent. What an answer
+        has said is kept: gunicorn asks once for its head, and again when it is over."""
+        asked_to: Any = req.should_close
+        req.should_close = cache(lambda: not self.alive or asked_to())
 
     def handle_error(self, req: Any, client: Any, addr: Any, exc: Exception) -> None:  # noqa: ARG002 - gunicorn's
         """Answer what could not be understood."""
@@ -289,9 +307,15 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
 
     def _keepalive_after(self, conn: Connection, keepalive: bool) -> bool:
         """Whether the connection may carry a further request: not if gunicorn and we disagree on where this one ends,
-        which would make one client's bytes another request."""
+        which would make one client's bytes another request. A body that nobody read is in memory: it is passed over
+        whole, where gunicorn's own reading gives up after 64 KiB, and with it a connection promised to the client."""
         try:
-            kept = super()._keepalive_after(conn, keepalive and not conn.oversize)
-            return bool(kept and not conn.parser.unreader.read())
+            return bool(keepalive and conn.parser.finish_body() and not conn.parser.unreader.read())
         except Exception:  # noqa: BLE001 - the answer has been given; whatever is wrong with the rest ends here
             return False
+
+
+def _says_close(req: Any) -> bool:
+    """Whether `close` is among the words of the request's Connection; gunicorn takes them for one word."""
+    values = [value for name, value in req.headers if name == "CONNECTION"]
+    return "close" in (word.strip(" \t").lower() for word in ",".join(values).split(","))

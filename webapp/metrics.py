@@ -103,6 +103,7 @@ def register_metrics(app: Flask, node: Node) -> None:
 
     @app.get("/metrics")
     def metrics() -> Response:
+        """Figures for Prometheus, listed in docs/metrics.md."""
         return Response(b"".join(_parts(None if shared else registry, state)), content_type=CONTENT_TYPE_LATEST)
 
     app.wsgi_app = KnownMethods(app.wsgi_app)  # type: ignore[method-assign]  # Flask's documented way

@@ -17,33 +17,39 @@ from flask import Flask
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from webapp.auth import OPEN
 from webapp.schemas import answers, chat, completions, responses
 from webapp.schemas.dialect import Neutral
 
 VERSION = "3.1.0"
 _PATH_PART = re.compile(r"<(?:[a-z]+:)?([a-z_]+)>")
+#: Of routes that are not open to everybody.
+KEY_ERRORS = ("401", "403")
 #: Statuses whose answer is an Error, with what they mean here.
 ERRORS = {
-    "400": "A field is wrong; `param` names it.",
+    "400": "A field is wrong; `param` names it. Or what is to be cancelled has already ended.",
     "401": "No key, or a wrong one.",
     "403": "This key may not do that.",
     "404": "There is no such model or generation.",
-    "409": "The Idempotency-Key stands for another request, or the generation was cancelled.",
+    "409": "The Idempotency-Key stands for another request. Or the chat completion or completion that was waited for "
+    "was cancelled; a response then answers 200 with `status: cancelled`.",
     "410": "The generation has ended and is no longer stored.",
     "413": "The body is too large.",
     "415": "The body is not plain JSON.",
     "429": "The queue is full, or a time limit passed in it; nothing stays enqueued. See Retry-After.",
     "500": "The engine failed.",
-    "503": "The state server is away, or this node stops. See Retry-After.",
-    "504": "It has not ended in time; `x-should-retry: false`.",
+    "503": "The state server is away, or this node is full or not ready; nothing stays enqueued. See Retry-After.",
+    "504": "A time limit has passed; or it has not ended in time, or this node stops, and the generation `id` goes on. "
+    "`x-should-retry: false`.",
 }
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What a view takes and gives. `unsupported`: options of the body that are accepted at neutral values only."""
+    """What a view takes and gives. `answer`: a model of the JSON, or another media type; `unsupported`: options of the
+    body that are accepted at neutral values only."""
 
-    answer: type[BaseModel]
+    answer: type[BaseModel] | str
     body: type[BaseModel] | None = None
     unsupported: Mapping[str, Neutral] | None = None
     query: type[BaseModel] | None = None
@@ -71,6 +77,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "models.one": Operation(answers.Model),
     "health.healthz": Operation(answers.Health),
     "health.readyz": Operation(answers.Health),
+    "docs.page": Operation("text/html"),
+    "docs.openapi": Operation("application/json"),
+    "metrics": Operation("text/plain"),
 }
 
 
@@ -108,8 +117,10 @@ def _operation(endpoint: str, path: str, doc: str, operation: Operation) -> dict
         "summary": re.split(r"(?<=[.:])\s", text, maxsplit=1)[0].rstrip(".:"),
         "description": " ".join(text.split()),
         "parameters": [*_path_parameters(path), *_query_parameters(operation)],
-        "responses": {"200": _success(operation)} | _errors(),
+        "responses": {"200": _success(operation)} | _errors(keyed=path not in OPEN),
     }
+    if path in OPEN:
+        described["security"] = []
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": _json(operation.body)}
         described["parameters"].append(
@@ -124,14 +135,18 @@ def _operation(endpoint: str, path: str, doc: str, operation: Operation) -> dict
 
 
 def _success(operation: Operation) -> dict[str, Any]:
+    if isinstance(operation.answer, str):
+        kind = "object" if operation.answer == "application/json" else "string"
+        return {"description": "The whole of it.", "content": {operation.answer: {"schema": {"type": kind}}}}
     content: dict[str, Any] = _json(operation.answer)
     if operation.stream:
         content["text/event-stream"] = {"schema": {"type": "string", "description": operation.stream}}
     return {"description": (operation.answer.__doc__ or "").split("\n")[0], "content": content}
 
 
-def _errors() -> dict[str, Any]:
-    return {status: {"description": text, "content": _json(answers.Error)} for status, text in ERRORS.items()}
+def _errors(*, keyed: bool) -> dict[str, Any]:
+    given = {status: text for status, text in ERRORS.items() if keyed or status not in KEY_ERRORS}
+    return {status: {"description": text, "content": _json(answers.Error)} for status, text in given.items()}
 
 
 def _json(model: type[BaseModel]) -> dict[str, Any]:
@@ -157,7 +172,9 @@ def _query_parameters(operation: Operation) -> Iterator[dict[str, Any]]:
 def _schemas() -> dict[str, Any]:
     models: list[type[BaseModel]] = [answers.Error]
     for operation in OPERATIONS.values():
-        models += [model for model in (operation.answer, operation.body) if model is not None]
+        models += [
+            model for model in (operation.answer, operation.body) if model is not None and not isinstance(model, str)
+        ]
     _, found = models_json_schema(
         [(model, "validation") for model in dict.fromkeys(models)], ref_template="#/components/schemas/{model}"
     )

@@ -42,6 +42,12 @@ def too_busy() -> bytes:
     return raw_answer(503, "too_many_bodies", "Too many large requests are arriving at this node.", headers)
 
 
+def stopping() -> bytes:
+    """The process ends before the request has arrived; sent again, it reaches another or the next."""
+    headers = {"Retry-After": "1", "x-should-retry": "true"}
+    return raw_answer(503, "node_stopping", "This node is shutting down; nothing of this request was read.", headers)
+
+
 def line_too_long() -> bytes:
     """The request line is over the limit."""
     return raw_answer(414, "uri_too_long", "The request line is too long.")
@@ -52,6 +58,21 @@ def head_too_large() -> bytes:
     return raw_answer(431, "headers_too_large", "The request's headers are too many or too large.")
 
 
+def expectation_failed() -> bytes:
+    """The client waits for something that nobody will do."""
+    return raw_answer(417, "expectation_failed", "Nothing but 100-continue may be expected.")
+
+
+def unsupported_transfer_coding() -> bytes:
+    """The body's end could be found, its content not."""
+    return raw_answer(501, "unsupported_transfer_coding", "No Transfer-Encoding but chunked is supported.")
+
+
+def not_valid() -> bytes:
+    """What came is no request."""
+    return raw_answer(400, "bad_request", "This is not a valid HTTP/1.1 request.")
+
+
 def answer_to(error: Exception) -> bytes:
     """For what gunicorn's parser raised, or for an error of the server's own."""
     match error:
@@ -60,11 +81,11 @@ def answer_to(error: Exception) -> bytes:
         case errors.LimitRequestHeaders():
             return head_too_large()
         case errors.ExpectationFailed():
-            return raw_answer(417, "expectation_failed", "Nothing but 100-continue may be expected.")
+            return expectation_failed()
         case errors.UnsupportedTransferCoding():
-            return raw_answer(501, "unsupported_transfer_coding", "This transfer coding is not supported.")
+            return unsupported_transfer_coding()
         case errors.InvalidResponseHeader() | errors.InvalidResponseHeaderName() | errors.ConfigurationProblem():
             pass
         case errors.ParseException():
-            return raw_answer(400, "bad_request", "This is not a valid HTTP/1.1 request.")
+            return not_valid()
     return raw_answer(500, "internal_error", "The server made an error.", {"x-should-retry": "false"})

@@ -6,7 +6,8 @@
 | nothing to say at first, or for `keepalive_seconds` | a comment line: headers go out with the first line |
 | the client is gone | the job is cancelled if it was this request's own plain stream, else it goes on |
 | the process is to end | the connection breaks (Responses: continue elsewhere), or an error in band (chat) |
-| the job is gone | an error in band |
+| the job was deleted | it ends as a cancelled one does |
+| the job is gone, or cannot be read | an error in band |
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Protocol
 
 from flask import Response, request
 
-from pool.errors import GenpoolError
+from pool.errors import GenpoolError, JobErased
 from pool.store.jobs import View
 from webapp.node import Node
 from webapp.rendering import sse
@@ -69,6 +70,7 @@ class JobStream:
         self._sock = sock
         self._closed = False
         self._cut = False
+        self._seen = first
         self._chunks = self._run(first)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -103,21 +105,27 @@ class JobStream:
             yield next(opening, sse.KEEP_ALIVE.encode())
             yield from opening
             yield from self._follow()
+        except JobErased:
+            end = View(self._seen.record.deleted(), (), self._seen.cursor)
+            yield from self._frames(self._renderer.feed(end))
         except GenpoolError as error:
             yield from self._frames(self._renderer.failure(error))
 
     def _follow(self) -> Iterator[bytes]:
         keepalive_s = self._node.settings.server.keepalive_seconds
-        spoke_s = time.monotonic()
+        spoke_s = looked_s = time.monotonic()
         while not self._renderer.ended:
             view = self._waiter.next(min(TICK_S, spoke_s + keepalive_s - time.monotonic()))
             if view is not None:
+                self._seen = view
                 chunk = b"".join(self._frames(self._renderer.feed(view)))
                 if chunk:
                     yield chunk
                     spoke_s = time.monotonic()
-            elif client_gone(self._sock):
-                return
+            if (view is None or time.monotonic() - looked_s >= TICK_S) and not self._renderer.ended:
+                looked_s = time.monotonic()
+                if client_gone(self._sock):
+                    return
             if self._node.stopping() and not self._renderer.ended:
                 self._cut = True
                 last_words = b"".join(self._frames(self._renderer.cut()))

@@ -12,7 +12,7 @@ import numpy as np
 import redis
 from pydantic import ValidationError
 
-from pool.errors import GenerationFailed, GenpoolError
+from pool.errors import GenerationFailed, GenpoolError, InvalidRequest, Refused
 from pool.store.connection import Client, connect, unable
 from pool.store.delivery import Delivery
 from pool.store.handouts import Entry, Handout
@@ -20,7 +20,7 @@ from pool.store.ranks import Card
 from pool.store.trials import ALL_ALONE, AMONG_OTHERS, AMONG_PROVEN, keep, survived
 from tasks.payloads import PROMPT, GenerationOptions
 from tasks.ports import Failed, Generation, Runner, TokenIds
-from tasks.submission import fit, tokenize
+from tasks.submission import check_sampling, fit, tokenize
 from tasks.vocabulary import Vocabulary
 from workers.outlet import STATE_ERRORS, Outlet
 from workers.trials import TrialGate
@@ -77,6 +77,8 @@ class Intake:
         #: Read, and waiting to begin by itself.
         self._alone: deque[Entry] = deque()
         self._next_keep_s = 0.0
+        #: The runner has just refused a job: wait before reading more, or it would come straight back.
+        self._crowded = False
         #: The one that waits for an empty process, and since when.
         self._patient = ("", 0.0)
         #: Read, and not known to have begun, by job token.
@@ -146,7 +148,8 @@ class Intake:
             return
         self._keep_waiting()
         capacity = self._runner.capacity()
-        full = capacity.in_flight >= capacity.effective or self._outlet.congested()
+        full = capacity.in_flight >= capacity.effective or self._outlet.congested() or self._crowded
+        self._crowded = False
         if full or not self._alone:
             # What was to go on trial cannot now, or was cancelled.
             self._gate.leave(self._outlet)
@@ -254,6 +257,13 @@ class Intake:
             # A record of another version: its text stays out of the log.
             log.error("job %s: %d invalid fields in its stored request", token, error.error_count())
             self._fail(token, attempt, "invalid_request", "The stored request cannot be read by this worker.")
+        except InvalidRequest as error:
+            self._fail(token, attempt, error.code, error.message)
+        except Refused as error:
+            # No place here, or this attempt has run here: that is not the job's fault, and it goes back.
+            log.info("job %s goes back to the queue: %s", token, error.message)
+            self._outlet.refuse(handout)
+            self._crowded = True
         except GenpoolError as error:
             self._fail(token, attempt, error.code, error.message)
         if not self._outlet.holds(handout):
@@ -269,6 +279,7 @@ class Intake:
         if handout.lost:
             raise GenerationFailed("Its stored input is missing or damaged.", code="input_lost")
         options = GenerationOptions.model_validate_json(handout.options)
+        check_sampling(options.sampling, self._card, self._vocabulary)
         ids = np.frombuffer(handout.prompt, dtype="<i4") if handout.prompt else self._tokenized(handout)
         return Generation(
             job=handout.lease.token,
@@ -278,6 +289,7 @@ class Intake:
             max_tokens=fit(options, self._card, len(ids)),
             seed=handout.seed,
             n=handout.n,
+            tenant=handout.tenant,
             replay=handout.replay,
         )
 

@@ -1,7 +1,8 @@
 """The batching loop: many generations, one engine step after another.
 
-One thread owns the engine. Others talk to it through a mailbox (submit, cancel) and a sink (events); no lock is held
-over an engine step, and nothing here knows Redis, Celery or HTTP. Tests drive `tick` from their own thread.
+One thread owns the engine, through the scheduler. Others talk to it through a mailbox (submit, cancel) and a sink
+(events); no lock is held over an engine step, and nothing here knows Redis, Celery or HTTP. Tests drive `tick` from
+their own thread.
 """
 
 from __future__ import annotations
@@ -9,88 +10,86 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from pool.errors import InvalidRequest
-from pool.rules.batching import Budgets, Prefill, prefill_stops, promotable, rotate
-from tasks.ports import (
-    CacheMiss,
-    Engine,
-    Event,
-    EventSink,
-    Failed,
-    Finished,
-    Generation,
-    Member,
-    MemberError,
-    RunnerCapacity,
-    StepLogits,
-    StepResult,
-    Tokens,
-)
-from workers.sessions import Session, sessions_of
+from pool.errors import InvalidRequest, QueueFull, Refused
+from pool.rules.admission import Budgets, Decision, Reason, Request, Usage, decide
+from pool.rules.batching import completion_guard
+from tasks.ports import Engine, Event, EventSink, Generation, RunnerCapacity, Stopped
+from workers.residence import PrefixReuse, Residence
+from workers.scheduler import Key, Scheduler, Tick
+from workers.telemetry import Telemetry
 
 log = logging.getLogger("genpool.loop")
 
 IDLE_WAIT_S = 0.5
 CONGESTED_WAIT_S = 0.005
+#: Ended jobs that are remembered, so that none of them runs again under the same attempt.
+REMEMBERED = 4096
+#: A refusal's error code, where it is the request's fault.
+_CODES = {
+    Reason.INVALID: "invalid_request",
+    Reason.KV_BUDGET: "kv_budget_exceeded",
+    Reason.SCRATCH_BUDGET: "scratch_budget_exceeded",
+}
 
 
 @dataclass(slots=True)
-class _Job:
-    """A job's live sessions; `left` counts those that have not ended."""
-
+class _Submitted:
     generation: Generation
-    sessions: list[Session]
-    left: int
+    queued: bool
 
 
 @dataclass(slots=True)
-class Counters:
-    """Totals since start; `batch_occupancy_sum` adds up the rows of each decode batch."""
-
-    ticks: int = 0
-    decode_batches: int = 0
-    decode_tokens: int = 0
-    prefill_tokens: int = 0
-    batch_occupancy_last: int = 0
-    batch_occupancy_max: int = 0
-    completed_jobs: int = 0
-    cancelled_jobs: int = 0
-    failed_jobs: int = 0
-    cache_misses: int = 0
-    step_seconds: float = 0.0
+class _Stop:
+    key: Key
+    how: Stopped
 
 
-@dataclass
+@dataclass(slots=True)
+class _Unpin:
+    holder: str
+
+
 class BatchingLoop:
     """A Runner over an in-process engine. `limit`: generations in flight at most (more wait inside, in order)."""
 
-    engine: Engine
-    budgets: Budgets
-    limit: int
-    _inbox: deque[Generation | tuple[str, int]] = field(default_factory=deque)
-    _wake: threading.Event = field(default_factory=threading.Event)
-    _known: set[tuple[str, int]] = field(default_factory=set)
-    _jobs: dict[tuple[str, int], _Job] = field(default_factory=dict)
-    _waiting: deque[Session] = field(default_factory=deque)
-    _prefilling: list[Session] = field(default_factory=list)
-    _decoding: list[Session] = field(default_factory=list)
-    _reserved_positions: int = 0
-    _in_flight: int = 0
-    _progress: int = 0
-    _stopping: bool = False
-    counters: Counters = field(default_factory=Counters)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        budgets: Budgets,
+        limit: int,
+        *,
+        reuse: PrefixReuse = "exact",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine = engine
+        self.budgets = budgets
+        self.limit = limit
+        usage = engine.kv_usage()
+        self.figures = Telemetry(budgets, engine.bytes_per_token, usage, clock)
+        self._kv_positions = usage.total
+        self._most = min(engine.capability().max_sessions, budgets.active_cap)
+        residence = Residence(engine, overcommit=budgets.kv_overcommit, reuse=reuse)
+        self._scheduler = Scheduler(engine, residence, self.figures, slots=self.effective_limit())
+        self._inbox: deque[_Submitted | _Stop | _Unpin] = deque()
+        self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._sink: EventSink | None = None
-        self._eos_ids = frozenset(self.engine.vocabulary.eos_ids)
-        self._count_lock = threading.Lock()
-        self._mail_lock = threading.Lock()
+        self._stopping = False
+        self._progress = 0
+        self._unchecked = False
+        #: Guards what admission looks at, and that a cancel comes behind its job; held for moments, never over a step.
+        self._lock = threading.Lock()
+        self._known: set[Key] = set()
+        self._ended: OrderedDict[Key, None] = OrderedDict()
+        self._in_flight = 0
+        self._queued = 0
+        #: Sessions that found no room in the last tick.
+        self._ahead = 0
 
     # -- what other threads call -------------------------------------------------------------------------------------
 
@@ -101,43 +100,73 @@ class BatchingLoop:
         self._thread.start()
 
     def submit(self, generation: Generation) -> None:
-        """Take a job. Raises InvalidRequest when it can never fit this rank."""
-        peak = len(generation.prompt) + generation.max_tokens - 1
-        if peak > self.budgets.kv_positions:
-            raise InvalidRequest(
-                f"The request needs KV for {peak} tokens, but this rank holds {self.budgets.kv_positions}.",
-                param="max_tokens",
-                code="kv_budget_exceeded",
+        """Take a job. Raises InvalidRequest when it can never run here, QueueFull or Refused (`duplicate`) when it may
+        run elsewhere or later."""
+        decision = self.admit(generation)
+        if decision.accepted:
+            return
+        message = f"The request was refused: {decision.detail}."
+        if decision.reason is Reason.QUEUE_FULL:
+            raise QueueFull(message, retry_after_s=1)
+        if decision.reason is Reason.DUPLICATE:
+            raise Refused(message, code="duplicate")
+        param = "max_tokens" if decision.reason is Reason.KV_BUDGET else None
+        raise InvalidRequest(message, param=param, code=_CODES[decision.reason])
+
+    def admit(self, generation: Generation) -> Decision:
+        """Decide about a job, and take it if it is accepted."""
+        key = (generation.job, generation.attempt)
+        request = Request(
+            generation.job, len(generation.prompt), generation.max_tokens, generation.n, generation.attempt
+        )
+        with self._lock:
+            usage = Usage(
+                slots=self.effective_limit(),
+                in_flight=self._in_flight,
+                ahead=self._ahead,
+                queued=self._queued,
+                kv_positions=self._kv_positions,
+                is_known=key in self._known or key in self._ended,
             )
-        self._add_in_flight(generation.n)
-        with self._mail_lock:
-            # Together: a cancel must not lie in the inbox before its job, nor find it unknown while it lies there.
-            self._known.add((generation.job, generation.attempt))
-            self._inbox.append(generation)
+            decision = decide(request, self.budgets, usage)
+            if decision.accepted:
+                queued = decision.reason is Reason.QUEUED
+                self._in_flight += generation.n
+                self._queued += generation.n * queued
+                self._known.add(key)
+                self._inbox.append(_Submitted(generation, queued))
+            else:
+                self.figures.rejected_for(decision.reason)
         self._ring()
+        return decision
 
     def _ring(self) -> None:
         """Wake the engine's thread. Looking first is much cheaper than setting an event that is set."""
         if not self._wake.is_set():
             self._wake.set()
 
-    def cancel(self, job: str, attempt: int) -> bool:
-        """Stop a job before the next step, without any event. False: it is not here (any more)."""
-        with self._mail_lock:
+    def cancel(self, job: str, attempt: int, *, how: Stopped = "cancelled") -> bool:
+        """Stop a job before the next step, without any event; `how` it counts. False: it is not here (any more)."""
+        with self._lock:
             known = (job, attempt) in self._known
             if known:
-                self._inbox.append((job, attempt))
+                self._inbox.append(_Stop((job, attempt), how))
         if known:
             self._wake.set()
         return known
+
+    def unpin(self, holder: str) -> None:
+        """Nothing needs to be kept for this holder any more."""
+        self._inbox.append(_Unpin(holder))
+        self._ring()
 
     def capacity(self) -> RunnerCapacity:
         """Effective limit and choices in flight."""
         return RunnerCapacity(effective=self.effective_limit(), in_flight=self._in_flight)
 
     def effective_limit(self) -> int:
-        """The configured limit, clamped by what the engine can honestly do."""
-        return max(1, min(self.limit, self.engine.capability().max_sessions))
+        """The configured limit, clamped by the budgets and by what the engine can honestly do."""
+        return max(1, min(self.limit, self._most))
 
     def set_limit(self, limit: int) -> None:
         """Generations in flight at most from now on; running ones finish."""
@@ -154,25 +183,9 @@ class BatchingLoop:
 
     def telemetry(self) -> dict[str, Any]:
         """JSON-safe figures without session content."""
-        counters = self.counters
-        batches = max(1, counters.decode_batches)
+        active = self._scheduler.active
         return {
-            "active_sessions": len(self._prefilling) + len(self._decoding),
-            "queue_depth": len(self._waiting),
-            "batch_occupancy_last": counters.batch_occupancy_last,
-            "batch_occupancy_avg": round(counters.decode_tokens / batches, 4),
-            "batch_occupancy_max": counters.batch_occupancy_max,
-            "kv_reserved_bytes": self._reserved_positions * self.engine.bytes_per_token,
-            "kv_budget_bytes": self.budgets.kv_positions * self.engine.bytes_per_token,
-            "prefill_tokens_total": counters.prefill_tokens,
-            "decode_tokens_total": counters.decode_tokens,
-            "decode_batches_total": counters.decode_batches,
-            "completed_jobs": counters.completed_jobs,
-            "cancelled_jobs": counters.cancelled_jobs,
-            "failed_jobs": counters.failed_jobs,
-            "cache_misses_total": counters.cache_misses,
-            "ticks": counters.ticks,
-            "step_seconds_total": round(counters.step_seconds, 4),
+            **self.figures.data(active=active, waiting=max(0, self._in_flight - active)),
             "effective_target_inflight": self.effective_limit(),
             "runtime_inflight": self._in_flight,
         }
@@ -184,9 +197,11 @@ class BatchingLoop:
         if self._thread is not None:
             self._thread.join()
         self._read_mail()
-        left = [job.generation for job in self._jobs.values()]
-        for key in list(self._jobs):
-            self._drop(key)
+        left = self._scheduler.generations()
+        for generation in left:
+            self._scheduler.stop((generation.job, generation.attempt), None)
+        self._account(self._scheduler.report())
+        self.figures.see(self.engine.kv_usage())
         return left
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
@@ -199,164 +214,70 @@ class BatchingLoop:
             if self._sink.congested():
                 self._wake.wait(CONGESTED_WAIT_S)
                 continue
-            events, did_work = self.tick()
-            if events:
-                self._sink.deliver(events)
-            if not did_work and not self._inbox:
+            report = self.tick()
+            if report.events:
+                self._sink.deliver(report.events)
+            if not report.did_work and not report.events and not self._inbox:
+                self._check_once()
                 self._wake.wait(IDLE_WAIT_S)
 
-    def tick(self) -> tuple[list[Event], bool]:
-        """One turn: read the mail, promote, step, take the results. Returns the events and whether anything ran."""
+    def tick(self) -> Tick:
+        """One turn: read the mail, then whatever the scheduler does."""
         self._read_mail()
-        events = self._promote()
-        batch = self._plan()
-        if batch:
-            self.counters.ticks += 1
-            started = time.perf_counter()
-            results = self._step([member for _, member in batch])
-            self.counters.step_seconds += time.perf_counter() - started
-            for (session, member), result in zip(batch, results, strict=True):
-                # A sibling's failure in this very step may have ended the whole job.
-                if (session.generation.job, session.generation.attempt) in self._jobs:
-                    events.extend(self._settle(session, member, result))
-        return events, bool(batch) or bool(events)
+        self._scheduler.set_slots(self.effective_limit())
+        report = self._scheduler.tick()
+        self._account(report)
+        self._ahead = self._scheduler.waiting
+        self._unchecked = self._unchecked or report.did_work
+        return report
 
     def _read_mail(self) -> None:
         while self._inbox:
             item = self._inbox.popleft()
-            if isinstance(item, Generation):
-                sessions = sessions_of(item, self.engine.vocabulary, self._eos_ids)
-                self._jobs[item.job, item.attempt] = _Job(item, sessions, len(sessions))
-                self._waiting.extend(sessions)
-            elif item in self._jobs:
-                self.counters.cancelled_jobs += 1
-                self._drop(item)
+            if isinstance(item, _Submitted):
+                self._scheduler.submit(item.generation, queued=item.queued)
+            elif isinstance(item, _Stop):
+                self._scheduler.stop(item.key, item.how)
+            else:
+                self._scheduler.unpin(item.holder)
 
-    def _promote(self) -> list[Event]:
-        """Move waiting sessions into free slots; one whose log already held its end is done here."""
-        events: list[Event] = []
-        finished = [session for session in self._waiting if session.finish_reason]
-        for session in finished:
-            self._waiting.remove(session)
-            events.extend(self._end(session))
-        count = promotable(
-            [session.peak_positions for session in self._waiting],
-            free_slots=self.effective_limit() - len(self._prefilling) - len(self._decoding),
-            reserved_positions=self._reserved_positions,
-            kv_positions=self.budgets.kv_positions,
-        )
-        for _ in range(count):
-            session = self._waiting.popleft()
-            self._reserved_positions += session.peak_positions
-            self._prefilling.append(session)
-        return events
-
-    def _plan(self) -> list[tuple[Session, Member]]:
-        """Decode rows first, then prefill chunks within the budget."""
-        now, self._decoding = rotate(self._decoding, self.budgets.max_batch_size)
-        batch = [(session, session.row()) for session in now]
-        self.counters.batch_occupancy_last = len(now)
-        if now:
-            self.counters.decode_batches += 1
-            self.counters.decode_tokens += len(now)
-            self.counters.batch_occupancy_max = max(self.counters.batch_occupancy_max, len(now))
-        stops = prefill_stops(
-            [Prefill(session.held, session.prompt_tokens) for session in self._prefilling],
-            budget_tokens=self.budgets.max_prefill_tokens_per_tick,
-            grid=self.budgets.prefill_grid,
-        )
-        for session, stop in zip(self._prefilling, stops, strict=True):
-            if stop > session.held:
-                self.counters.prefill_tokens += stop - session.held
-                batch.append((session, session.chunk(stop)))
-        return batch
-
-    def _step(self, members: Sequence[Member]) -> list[StepResult]:
-        """Run the batch; when it raises, run its members alone, so that only the culprit fails."""
-        try:
-            return self._checked_step(members)
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises must not end the loop
-            log.error("engine step of %d members failed: %s", len(members), type(error).__name__)
-            if len(members) == 1:
-                return [MemberError(f"The engine failed: {type(error).__name__}.")]
-            return [result for member in members for result in self._step([member])]
-
-    def _checked_step(self, members: Sequence[Member]) -> list[StepResult]:
-        results = self.engine.step(members)
-        if len(results) != len(members):
-            raise RuntimeError(f"the engine answered {len(results)} results for {len(members)} members")
-        return results
-
-    def _settle(self, session: Session, member: Member, result: StepResult) -> list[Event]:
-        if isinstance(result, MemberError):
-            return self._fail(session, result.message)
-        if isinstance(result, CacheMiss):
-            self.counters.cache_misses += 1
-            session.held = 0
-            if session in self._decoding:
-                self._decoding.remove(session)
-                self._prefilling.append(session)
-            return []
-        return self._advance(session, member, result)
-
-    def _advance(self, session: Session, member: Member, result: StepLogits) -> list[Event]:
-        generation = session.generation
-        prefilled = session.prefilling
-        session.held += len(member.tokens)
-        events: list[Event] = []
-        if member.wants_logits:
-            if result.row is None:
-                return self._fail(session, "The engine answered without logits.")
-            token, text = session.draw(result.row)
-            events.append(Tokens(generation.job, generation.attempt, session.choice, (token,), text))
-        if session.finish_reason:
-            return [*events, *self._end(session)]
-        if prefilled and not session.prefilling:
-            self._prefilling.remove(session)
-            self._decoding.append(session)
-        return events
-
-    def _end(self, session: Session) -> list[Event]:
-        """A choice ended by itself; with the last one, so did the job."""
-        generation = session.generation
-        self._leave(session)
-        job = self._jobs[generation.job, generation.attempt]
-        job.left -= 1
-        if job.left:
-            return []
-        self._forget((generation.job, generation.attempt))
-        self.counters.completed_jobs += 1
-        outputs = tuple(each.result() for each in job.sessions)
-        return [Finished(generation.job, generation.attempt, outputs, session.prompt_tokens, 0)]
-
-    def _fail(self, session: Session, message: str) -> list[Event]:
-        generation = session.generation
-        self.counters.failed_jobs += 1
-        self._drop((generation.job, generation.attempt))
-        return [Failed(generation.job, generation.attempt, "engine_error", message)]
-
-    def _drop(self, key: tuple[str, int]) -> None:
-        for session in self._forget(key).sessions:
-            # One whose log already held its end waits like any other until `_promote` sees it.
-            if not session.finish_reason or session in self._waiting:
-                self._leave(session)
-
-    def _forget(self, key: tuple[str, int]) -> _Job:
-        self._known.discard(key)
-        return self._jobs.pop(key)
-
-    def _leave(self, session: Session) -> None:
-        """Take a live session out of whichever list it is in; its slot, reservation and KV are free."""
-        self._add_in_flight(-1)
-        if session in self._waiting:
-            self._waiting.remove(session)
+    def _account(self, report: Tick) -> None:
+        """Let admission see what has left."""
+        if not (report.left or report.unqueued):
             return
-        for phase in (self._prefilling, self._decoding):
-            if session in phase:
-                phase.remove(session)
-                self._reserved_positions -= session.peak_positions
-                self.engine.release(session.id, session.generation.attempt)
+        with self._lock:
+            self._in_flight -= report.left
+            self._queued -= report.unqueued
+            for key in report.ended:
+                self._known.discard(key)
+                self._ended[key] = None
+            while len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
 
-    def _add_in_flight(self, count: int) -> None:
-        with self._count_lock:
-            self._in_flight += count
+    def _check_once(self) -> None:
+        """After work, when there is time. What contradicts itself must not go on: this ends the thread, and with it
+        the process."""
+        if self._unchecked:
+            self.check_integrity()
+            self._unchecked = False
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when books contradict each other. For the engine's thread."""
+        self._scheduler.check_integrity()
+
+    def run_to_completion(self) -> list[Event]:
+        """Tick until all that was submitted has ended; for a loop without a thread. Returns the events.
+
+        Raises RuntimeError, with the number of sessions that are pending, after more ticks than it can honestly take.
+        """
+        self._read_mail()
+        live = self._scheduler.live()
+        new_tokens = sum(session.generation.max_tokens for session in live)
+        guard = completion_guard(new_tokens, self._scheduler.active, len(live) - self._scheduler.active)
+        events: list[Event] = []
+        for _ in range(guard):
+            if not self._in_flight:
+                self.check_integrity()
+                return events
+            events += self.tick().events
+        raise RuntimeError(f"{self._in_flight} sessions are still pending after {guard} ticks")

@@ -3,13 +3,14 @@
 The engine's thread drops events here and never waits for the network. The outlet gathers them by job, writes many jobs
 in one round trip, hints to waiting nodes, renews leases, and tells the runner to drop what is no longer ours.
 
-Flush policy: a job's first token, its end, and every token of a job that somebody follows at once; else every
-`flush_idle_ms`.
+Flush policy: a job's first token and its end at once; tokens of a job that somebody follows at once too, but no more
+often than a hundred times a second; else every `flush_idle_ms`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -26,13 +27,16 @@ from pool.store.keys import wants_tokens
 from pool.store.log import MAX_ENTRY_TOKENS, LogEntry
 from pool.store.records import Output
 from pool.store.trials import survived
-from tasks.ports import Event, Finished, Runner, Tokens
+from tasks.ports import Event, Finished, Runner, Stopped, Tokens
 
 log = logging.getLogger("genpool.outlet")
 
 #: Tokens that may wait to be stored before the runner pauses: when the state server is away, it does not run ahead for
 #: ever.
 CONGESTION_TOKENS = 8192
+#: Between two writes of a job that somebody follows. No reader notices, and a fast engine with many readers would spend
+#: more on telling than on generating.
+FOLLOWED_S = 0.01
 #: After a failed round trip; well under half a lease, so that a short outage costs no lease.
 RETRY_S = 0.2
 #: How long a leaving rank tries to hand back what it holds, in leases. Nobody takes a job from it before one has passed
@@ -52,6 +56,7 @@ class Held:
     watch: str
     entries: list[LogEntry] = field(default_factory=list)
     oldest_s: float = 0.0
+    written_s: float = 0.0
     ending: Ending | None = None
     flushed: bool = False
     sent: int = 0
@@ -71,25 +76,30 @@ class Held:
         """Its fence."""
         return self.handout.lease
 
-    def add(self, choice: int, token_ids: tuple[int, ...], text: str, now_s: float) -> None:
+    def add(self, tokens: Tokens, now_s: float) -> None:
         """Queue tokens, merged into the last entry when that is of the same choice and was never sent: one that was
         sent may be stored although no reply came, so its bounds must stay."""
         if not self.entries:
             self.oldest_s = now_s
         last = self.entries[-1] if len(self.entries) > self.sent else None
-        if last is not None and last.choice == choice and len(last.token_ids) + len(token_ids) <= MAX_ENTRY_TOKENS:
-            self.entries[-1] = LogEntry(last.seq, choice, last.token_ids + token_ids, last.text + text)
+        choice, ids, text, logprobs = tokens.choice, tokens.token_ids, tokens.text, tokens.logprobs
+        if last is not None and last.choice == choice and len(last.token_ids) + len(ids) <= MAX_ENTRY_TOKENS:
+            self.entries[-1] = LogEntry(
+                last.seq, choice, last.token_ids + ids, last.text + text, last.logprobs + logprobs
+            )
         else:
-            self.entries.append(LogEntry(self.next_seq, choice, token_ids, text))
-        self.next_seq += len(token_ids)
+            self.entries.append(LogEntry(self.next_seq, choice, ids, text, logprobs))
+        self.next_seq += len(ids)
 
-    def due(self, now_s: float, idle_s: float) -> bool:
-        """Whether it must be written now."""
+    def due_s(self, idle_s: float) -> float:
+        """When it must be written; infinity while there is nothing to write."""
         if self.ending is not None:
-            return True
+            return 0.0
         if not self.entries:
-            return False
-        return self.followed or not self.flushed or now_s - self.oldest_s >= idle_s
+            return math.inf
+        if not self.flushed:
+            return 0.0
+        return self.written_s + FOLLOWED_S if self.followed else self.oldest_s + idle_s
 
     def write(self) -> Write:
         """All that is not yet stored."""
@@ -174,7 +184,7 @@ class Outlet:
         if former is not None:
             # This rank lost the job, and got it back before it had noticed.
             self._lose(former, jobs.QUEUED)
-        if self._runner.cancel(lease.token, lease.attempt):
+        if self._runner.cancel(lease.token, lease.attempt, how="failed"):
             self._returned.append(lease)
             self._wake.set()
             return False
@@ -183,6 +193,14 @@ class Outlet:
         # Events of a former attempt of this number may still lie there; its own come behind this.
         self._events.append(held)
         return True
+
+    def refuse(self, handout: Handout) -> None:
+        """The runner did not take a job that was opened: it goes back to the queue."""
+        held = self._held.get(handout.lease.token)
+        if held is not None and held.handout is handout:
+            self._leave(held, jobs.QUEUED, None)
+        self._returned.append(handout.lease)
+        self._wake.set()
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Take the runner's events."""
@@ -266,7 +284,7 @@ class Outlet:
 
     def _pause_s(self) -> float:
         now_s = time.monotonic()
-        due_s = [held.oldest_s + self._flush_idle_s for held in list(self._held.values()) if held.entries]
+        due_s = [held.due_s(self._flush_idle_s) for held in list(self._held.values())]
         return max(0.0, min([self._next_renew_s, *due_s]) - now_s)
 
     def _gather(self) -> None:
@@ -280,7 +298,7 @@ class Outlet:
             if held is None or not held.opened or held.lease.attempt != event.attempt:
                 continue
             if isinstance(event, Tokens):
-                held.add(event.choice, event.token_ids, event.text, now_s)
+                held.add(event, now_s)
                 self._unsent_tokens += len(event.token_ids)
             elif isinstance(event, Finished):
                 held.ending = _ending(event, self._engine)
@@ -292,7 +310,7 @@ class Outlet:
         due = [
             held
             for held in list(self._held.values())
-            if held.due(now_s, self._flush_idle_s) or (everything and held.entries)
+            if held.due_s(self._flush_idle_s) <= now_s or (everything and held.entries)
         ]
         for start in range(0, len(due), BATCH):
             part = due[start : start + BATCH]
@@ -320,7 +338,7 @@ class Outlet:
             self._lose(held, answer.detail)
         elif answer.code == "ok":
             held.watched_by(answer.watch)
-            held.flushed = True
+            held.flushed, held.written_s = True, time.monotonic()
             self._drop_entries(held, len(held.entries))
             nodes = answer.watch.split()
             for node in nodes if held.ending is not None else filter(wants_tokens, nodes):
@@ -367,7 +385,8 @@ class Outlet:
             self._wake.set()
         # In this order: whoever submits it just now looks afterwards whether it is still held.
         self._leave(held, state, None)
-        self._runner.cancel(held.lease.token, held.lease.attempt)
+        how: Stopped = "cancelled" if state == jobs.CANCELLED else "failed"
+        self._runner.cancel(held.lease.token, held.lease.attempt, how=how)
 
     def _leave(self, held: Held, state: str, ending: Ending | None) -> None:
         self._drop_entries(held, len(held.entries))

@@ -17,7 +17,7 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
-from pool.rules.batching import Budgets
+from pool.rules.admission import Budgets
 from pool.settings import ModelSettings
 from pool.store.connection import connect
 from pool.store.delivery import Delivery
@@ -80,6 +80,7 @@ class Rank:
         self._started = False
         self._silent = False
         self._drain_until_s = 0.0
+        #: Tokens generated until the last heartbeat, and when that was.
         self._thread = threading.Thread(target=self._register, name="genpool-registrar", daemon=True)
 
     @property
@@ -114,15 +115,16 @@ class Rank:
 
     def _open(self) -> None:
         model, engine = self._model_settings, self._engine
-        kv_positions = model.kv_budget_bytes // engine.bytes_per_token
+        able = engine.capability()
         self._card = Card(
             context_length=engine.context_length,
-            max_positions=min(engine.capability().max_positions, kv_positions),
+            max_positions=min(able.max_positions, engine.kv_usage().total),
             fingerprint=engine.fingerprint(),
             vocabulary=engine.vocabulary.to_blob(),
+            logprobs=able.logprobs,
+            seed=able.seed,
         )
-        budgets = Budgets(model.max_batch_size, model.max_prefill_tokens_per_tick, kv_positions, engine.prefill_grid)
-        self._loop = BatchingLoop(engine, budgets, self._limit)
+        self._loop = BatchingLoop(engine, Budgets.of(model), self._limit, reuse=model.prefix_reuse)
         self._claim_id()
         delivery = Delivery(
             reader=self._reader,
@@ -140,7 +142,7 @@ class Rank:
             renew_ms=round(self._settings.worker.renew_seconds * 1000),
             stall_timeout_s=self._settings.worker.stall_timeout_seconds,
             on_left=self._left,
-            engine=self._card.fingerprint if engine.capability().batch_invariant else "",
+            engine=self._card.fingerprint if able.batch_invariant else "",
         )
         self._intake = Intake(
             delivery,

@@ -1,46 +1,74 @@
-"""Which sessions run in the next engine step: promotion, decode rotation, and bounded prefill on the grid.
+"""Which sessions run in the next engine step: promotion, decode rotation, bounded prefill on the grid, preemption.
 
 Pure: the loop in `workers` shows its sessions, gets a plan, runs it. Units are tokens (positions) and sessions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+#: How many sessions may pass one head of the queue that does not fit. Then all wait for it, so it cannot starve.
+MAX_PASSES = 16
+#: How far behind such a head one looks for sessions that may pass it.
+LOOK_BEHIND = 32
+#: Steps in a row in which a session may find its KV gone before it is given up.
+MAX_MISSES = 8
+
+
+# -- promotion --------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True)
-class Budgets:
-    """Bounds of one rank's loop. `kv_positions`: positions all active sessions may hold together; `prefill_grid`:
-    chunks are cut at absolute multiples of it."""
+class Promotion(Generic[T]):
+    """`promoted`, in this order; `head`: the one at the front of the queue that does not fit now, if there is one;
+    `passers`: how many of `promoted` passed it."""
 
-    max_batch_size: int
-    max_prefill_tokens_per_tick: int
-    kv_positions: int
-    prefill_grid: int
-
-
-def peak_positions(prompt_tokens: int, max_tokens: int) -> int:
-    """Positions a session holds at most: prefill emits the first token, the last one is never fed back."""
-    return prompt_tokens + max_tokens - 1
+    promoted: list[T]
+    head: T | None
+    passers: int
 
 
-def promotable(peaks: Sequence[int], *, free_slots: int, reserved_positions: int, kv_positions: int) -> int:
-    """How many sessions from the head of the queue may become active now.
+def promote(
+    queue: Sequence[T],
+    *,
+    free_slots: int,
+    begin: Callable[[T], bool],
+    is_resident: Callable[[T], bool],
+    passes_left: Callable[[T], int],
+) -> Promotion[T]:
+    """Promote from a lane's queue, oldest first. `begin` gives a session its room, or says that there is none now.
 
-    `peaks`: the queue's peak positions, oldest first. Strictly first come, first served: the first that does not fit
-    stops the rest, so that small requests cannot starve a large one.
+    First come, first served: one that does not fit stops those behind it, so that small ones cannot starve a large one.
+    Only residents (their KV is here; waiting would have it given up) may pass it, a bounded number of times.
     """
-    promoted = 0
-    for peak in peaks[: max(free_slots, 0)]:
-        if reserved_positions + peak > kv_positions:
+    promoted: list[T] = []
+    head: T | None = None
+    passers = left = 0
+    for place, session in enumerate(queue):
+        if len(promoted) >= free_slots or (head is not None and (passers >= left or place > LOOK_BEHIND)):
             break
-        reserved_positions += peak
-        promoted += 1
-    return promoted
+        if head is None and not begin(session):
+            head, left = session, passes_left(session)
+        elif head is None:
+            promoted.append(session)
+        elif is_resident(session) and begin(session):
+            promoted.append(session)
+            passers += 1
+    return Promotion(promoted, head, passers)
+
+
+def is_resident(held: int, prompt_tokens: int) -> bool:
+    """Whether so much of a prompt is here that beginning it later would be a loss: half of it. Less is what everybody
+    shares, as a system prompt."""
+    return 2 * held >= prompt_tokens
+
+
+# -- a step -----------------------------------------------------------------------------------------------------------
 
 
 def rotate(decoding: Sequence[T], max_batch_size: int) -> tuple[list[T], list[T]]:
@@ -71,3 +99,37 @@ def prefill_stops(pending: Sequence[Prefill], *, budget_tokens: int, grid: int) 
         stops.append(stop)
         left -= stop - work.done
     return stops
+
+
+# -- room for KV ------------------------------------------------------------------------------------------------------
+
+
+def first_room(known_tokens: int, peak: int, overcommit: float) -> int:
+    """Positions a session asks for when it begins: what is known, and its share of what may follow.
+
+    With an `overcommit` of 1 that is all it can come to need, so it never lacks room later. With more, generations that
+    end early leave no room unused, and one that needs more asks for it as it goes, at others' cost if it must be.
+    """
+    return known_tokens + math.ceil((peak - known_tokens) / overcommit)
+
+
+def gives_way(arrivals: Iterable[int]) -> int:
+    """Whose KV is exported when a running session needs more room: that of the youngest of all active ones, itself
+    included. So the oldest never gives way, and some session always runs to its end."""
+    return max(arrivals)
+
+
+def exported_for(head: int, outside: Mapping[int, int], *, lacking: int) -> int | None:
+    """Whose KV is exported for a head of the queue that does not fit: that of the youngest that passed it and is not in
+    the coming batch. None: of nobody, the head waits.
+
+    `outside`: positions that each session outside the batch has for itself, by arrival; `lacking`: those that the head
+    lacks, for which all of them together must be enough.
+    """
+    passed = {arrival: room for arrival, room in outside.items() if arrival > head}
+    return max(passed) if passed and sum(passed.values()) >= lacking else None
+
+
+def completion_guard(max_new_tokens: int, active: int, queued: int) -> int:
+    """Ticks within which a loop must have ended so many sessions, of `max_new_tokens` in all; more is a bug."""
+    return 8 * (max_new_tokens + active + queued + 1)

@@ -27,7 +27,7 @@ from pool.store.trials import ALL_ALONE, AMONG_OTHERS
 #: Position of the logged tokens in begin's reply.
 _LOGGED = 8
 #: Length of begin's reply for a job whose input lies in its record; where blocks are named, they follow.
-_WHOLE = 13
+_WHOLE = 14
 #: A script touches at most this many items; longer work continues in further calls.
 BATCH = 100
 
@@ -132,12 +132,12 @@ class Delivery:
         """Begin a job on trial by itself. The entry again: the rank must be emptier; None: it went elsewhere."""
         return next(iter(list(self.begin([entry], alone=alone))), None)
 
-    def _read_input(self, handout: Handout, blocks: bytes, prompt_blocks: bytes, tenant: bytes) -> None:
+    def _read_input(self, handout: Handout, blocks: bytes, prompt_blocks: bytes) -> None:
         """Complete a hand-out whose input lies in blocks: the prompt, or else the input as it was given."""
         ids, of_prompt = blocks.decode().split(), int(prompt_blocks)
         handout.lease.blocks = tuple(ids)
         try:
-            content = fetch(self.reader, self.keys, tenant.decode(), ids[:of_prompt] if of_prompt else ids)
+            content = fetch(self.reader, self.keys, handout.tenant, ids[:of_prompt] if of_prompt else ids)
         except GenerationFailed:
             handout.lost = True
         else:

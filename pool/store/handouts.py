@@ -34,7 +34,7 @@ class Handout:
     `options`: JSON of the GenerationOptions; `prompt`: packed token ids, or b"" when `input`, JSON of the prompt as it
     was given, still has to be tokenized; `celery`: whether it leaves a Celery result; `replay`:
     token ids logged by earlier attempts, by choice; `logged`: how many those are; `watch`: nodes to hint to.
-    `task_id`: Celery's id of it; `created_ms`: when it was submitted, on the state server's clock;
+    `task_id`: Celery's id of it; `created_ms`: when it was submitted, on the state server's clock; `tenant`: whose;
     `alone`: it is on trial (pool/store/trials.py): nothing else may begin beside it until it shows a token; `lost`: its
     stored input cannot be read, so that it can only fail (`input_lost`).
     """
@@ -50,6 +50,7 @@ class Handout:
     watch: str
     task_id: str
     created_ms: int
+    tenant: str = ""
     alone: bool = False
     celery: bool = False
     lost: bool = False
@@ -138,7 +139,7 @@ def failed(code: str, message: str) -> Ending:
 
 def handout_of(entry: Entry, reply: Sequence[Any], log: Sequence[bytes]) -> Handout:
     """Decode the reply of `begin` for a job whose input lies in its record; `log`: its packed token log."""
-    _, attempt, alone, options, prompt, given, n, seed, logged, watch, task_id, created_ms, celery = reply
+    _, attempt, alone, options, prompt, given, n, seed, logged, watch, task_id, created_ms, celery, tenant = reply
     return Handout(
         lease=Lease(entry.token, int(attempt), entry.nonce),
         options=options,
@@ -151,6 +152,7 @@ def handout_of(entry: Entry, reply: Sequence[Any], log: Sequence[bytes]) -> Hand
         watch=(watch or b"").decode(),
         task_id=task_id.decode(),
         created_ms=int(created_ms),
+        tenant=(tenant or b"").decode(),
         alone=bool(alone),
         celery=celery == b"1",
     )

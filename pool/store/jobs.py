@@ -14,7 +14,7 @@ from typing import Any
 
 import redis
 
-from pool.errors import JobExpired, JobNotCancellable, JobUnknown, KeyConflict, StateUnavailable
+from pool.errors import JobErased, JobExpired, JobNotCancellable, JobUnknown, KeyConflict, StateUnavailable
 from pool.rules import jobs
 from pool.store.connection import Client, state_errors
 from pool.store.ids import UNKNOWN, JobRef
@@ -276,10 +276,12 @@ class JobStore:
         return reply
 
     def absence(self, ref: JobRef) -> JobUnknown:
-        """Why there is no record: it expired, or it never was. Raises StateUnavailable."""
+        """Why there is no record: it expired, was deleted, or never was. Raises StateUnavailable."""
         with state_errors():
             tombstone = self._client.get(keys_of(ref).tombstone(ref.token))
-        if tombstone not in (None, b"erased"):
+        if tombstone == b"erased":
+            return JobErased(UNKNOWN)
+        if tombstone is not None:
             tenant = tombstone.decode().removeprefix("of:") if tombstone.startswith(b"of:") else None
             return JobExpired("This generation has ended and is no longer stored.", tenant=tenant)
         return JobUnknown(UNKNOWN)

@@ -6,7 +6,7 @@ script notes it here instead, and whoever has done it takes the note out: done a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pool.store.connection import Client, state_errors
@@ -14,6 +14,7 @@ from pool.store.ids import JobRef
 from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
 from pool.store.records import JobRecord
+from pool.store.scripts import run_many
 
 BATCH = 100
 
@@ -25,6 +26,13 @@ class Erased:
     """A deleted job, by the id under which Celery knows it."""
 
     task_id: str
+
+
+def filled(client: Client, models: Sequence[str]) -> list[str]:
+    """The models whose outbox holds something; one trip, for every worker asks a few times a second for ever."""
+    with state_errors():
+        found = run_many(client, [["EXISTS", ModelKeys(f"{model}:0").outbox] for model in models])
+    return [model for model, there in zip(models, found, strict=True) if there]
 
 
 class Outbox:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pool.rules import jobs
@@ -141,6 +141,11 @@ class JobRecord:
     def terminal(self) -> bool:
         """Whether the record will never change again."""
         return jobs.is_terminal(self.state)
+
+    def deleted(self) -> JobRecord:
+        """What was last seen of a job that is deleted since, as its readers are told: cancelled. That is what it was,
+        unless it ended by itself in the moment before."""
+        return replace(self, state=jobs.CANCELLED)
 
 
 #: What a reader of a job needs of its HASH; prompt and input stay where they are, they may be large.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pool.store.connection import Client, state_errors
 from pool.store.entries import drop, token_of
@@ -18,6 +19,8 @@ from pool.store.totals import ADD_UP_FROM, add_up
 DEAD_LETTERS_KEPT = 10_000
 #: Timers looked at in one sweep.
 TIMERS = 100
+#: Commands of a look at one model.
+LOOKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,15 @@ class Swept:
     requeued: int = 0
     poisoned: int = 0
     expired: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a look at a model brought: the replies to its LOOKS commands."""
+
+    model: str
+    keys: ModelKeys
+    replies: list[Any]
 
 
 class Sweeper:
@@ -41,22 +53,45 @@ class Sweeper:
         self._lease_ms = lease_ms
         self._max_deliveries = max_deliveries
         self._result_ttl_ms = result_ttl_ms
+        self._looks_of: dict[str, list[Command]] = {}
 
-    def sweep(self, model: str, shard: int = 0) -> Swept:
+    def sweep(self, model: str) -> Swept:
         """One bounded sweep (at most 100 leases and 100 unbegun entries). Call it at least twice a lease.
 
         Every take-back checks again inside its own script, so two sweepers at once do no harm.
         """
+        (sight,) = self.look([model])
+        return self.act(sight)
+
+    def look(self, models: Sequence[str]) -> list[Sight]:
+        """What there is to do for each of these models, in one trip: every process asks a few times a second for all of
+        them, for ever."""
+        with state_errors():
+            replies = run_many(self._client, [look for model in models for look in self._looks(model)])
+        return [
+            Sight(model, ModelKeys(f"{model}:0"), replies[LOOKS * at : LOOKS * (at + 1)])
+            for at, model in enumerate(models)
+        ]
+
+    def _looks(self, model: str) -> list[Command]:
+        """Always the same for a model, so they are made once."""
+        if model not in self._looks_of:
+            self._looks_of[model] = self._new_looks(model)
+        return self._looks_of[model]
+
+    def _new_looks(self, model: str) -> list[Command]:
         assert MODEL_PATTERN.fullmatch(model), "model names come from the catalogue"
-        keys = ModelKeys(f"{model}:{shard}")
-        command = script("sweep")(
+        keys = ModelKeys(f"{model}:0")
+        sweep = script("sweep")(
             sweep=keys.sweep, leases=keys.leases, queue=keys.queue, index=keys.index, lease=self._lease_ms
         )
-        # One trip: every process does this a few times a second for each model, for ever.
-        looks: list[Command] = [command, ["TIME"], ["ZRANGE", keys.timers, 0, TIMERS - 1, "WITHSCORES"]]
-        looks.append(["LLEN", keys.tally])
+        return [sweep, ["TIME"], ["ZRANGE", keys.timers, 0, TIMERS - 1, "WITHSCORES"], ["LLEN", keys.tally]]
+
+    def act(self, sight: Sight) -> Swept:
+        """Do what was seen."""
+        keys = sight.keys
+        (code, *found), clock, timers, tallied = sight.replies
         with state_errors():
-            (code, *found), clock, timers, tallied = run_many(self._client, looks)
             if tallied >= ADD_UP_FROM:
                 add_up(self._client, keys)
             due = _due(clock, timers)

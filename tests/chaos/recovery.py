@@ -20,14 +20,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from pool.rules.batching import Budgets
+from pool.rules.admission import Budgets
 from pool.settings import ModelSettings
 from pool.store.connection import connect
 from pool.store.ids import parse_ref
@@ -128,13 +128,7 @@ def _engine(settings: Settings, model: str, folder: Path) -> Engine:
 
 def _replay_s(engine: Engine, settings: ModelSettings, logged: int, streams: int) -> float:
     """From the first step until every stream has a new token."""
-    budgets = Budgets(
-        settings.max_batch_size,
-        settings.max_prefill_tokens_per_tick,
-        engine.context_length * streams,
-        engine.prefill_grid,
-    )
-    loop = BatchingLoop(engine, budgets, streams)
+    loop = BatchingLoop(engine, replace(Budgets.of(settings), max_active_sessions=streams), streams)
     for number in range(streams):
         loop.submit(
             Generation(
@@ -150,7 +144,7 @@ def _replay_s(engine: Engine, settings: ModelSettings, logged: int, streams: int
     started_s = time.perf_counter()
     new: set[str] = set()
     while len(new) < streams:
-        new |= {event.job for event in loop.tick()[0] if isinstance(event, Tokens)}
+        new |= {event.job for event in loop.tick().events if isinstance(event, Tokens)}
     took_s = time.perf_counter() - started_s
     loop.stop()
     return took_s

@@ -8,67 +8,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pool.errors import InvalidRequest
-from pool.rules.batching import Budgets
 from tasks.payloads import Sampling
-from tasks.ports import Engine, Event, Failed, Finished, Generation, Member, StepResult, Tokens
+from tasks.ports import Engine, Event, Failed, Finished, Member, StepResult, Tokens
+from tests.engine.looping import GREEDY, SEEDED, finished, generation, looped, run, text_of, tokens_of
 from workers.engines.numpy_llama import NumpyLlama
+from workers.engines.paged_kv import position_bytes
 from workers.engines.tiny import tiny_llama
-from workers.loop import BatchingLoop
-
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
-SEEDED = Sampling(temperature=0.9, top_p=0.95, ignore_eos=True)
+from workers.loop import BatchingLoop, _Submitted
 
 
-def make_loop(
-    engine: Engine | None = None, *, limit: int = 8, kv_positions: int = 10_000, **budgets: Any
-) -> BatchingLoop:
-    """A loop with an engine of its own."""
-    defaults = {"max_batch_size": 8, "max_prefill_tokens_per_tick": 64}
-    engine = engine or NumpyLlama(*tiny_llama(7))
-    bounds = Budgets(kv_positions=kv_positions, prefill_grid=engine.prefill_grid, **(defaults | budgets))
-    return BatchingLoop(engine, bounds, limit)
+def make_loop(engine: Engine | None = None, *, limit: int = 8, pages: int = 256, **budgets: Any) -> BatchingLoop:
+    """A loop with an engine of its own, whose KV has so many pages of 64 positions."""
+    return looped(engine or numpy_engine(pages), limit=limit, **budgets)
 
 
-def generation(job: str = "a", prompt: Sequence[int] = range(10, 30), **fields: Any) -> Generation:
-    """A greedy generation of eight tokens."""
-    defaults: dict[str, Any] = {"attempt": 1, "sampling": GREEDY, "max_tokens": 8, "seed": 11}
-    return Generation(job=job, prompt=np.array(prompt, dtype=np.int32), **(defaults | fields))
-
-
-def run(loop: BatchingLoop, *, ticks: int = 3000) -> list[Event]:
-    """Tick until nothing is left, and return all events."""
-    events: list[Event] = []
-    for _ in range(ticks):
-        more, did_work = loop.tick()
-        events += more
-        if not did_work:
-            return events
-    raise AssertionError("the loop did not come to an end")
-
-
-def tokens_of(events: Sequence[Event], job: str = "a", choice: int = 0) -> list[int]:
-    """Token ids delivered for one choice."""
-    return [
-        token
-        for event in events
-        if isinstance(event, Tokens) and (event.job, event.choice) == (job, choice)
-        for token in event.token_ids
-    ]
-
-
-def text_of(events: Sequence[Event], job: str = "a") -> str:
-    """Text delivered for a job's first choice."""
-    return "".join(event.text for event in events if isinstance(event, Tokens) and event.job == job)
-
-
-def finished(events: Sequence[Event], job: str = "a") -> Finished:
-    """How a job ended by itself."""
-    (found,) = [event for event in events if isinstance(event, Finished) and event.job == job]
-    return found
+def numpy_engine(pages: int = 256) -> NumpyLlama:
+    """The tiny model."""
+    weights, vocabulary = tiny_llama(7)
+    return NumpyLlama(weights, vocabulary, kv_bytes=pages * 64 * position_bytes(weights.config))
 
 
 class FaultyEngine(NumpyLlama):
@@ -93,7 +53,7 @@ def test_a_job_runs_to_its_limit_and_tells_all() -> None:
     assert len(tokens_of(events)) == 8
     assert (end.outputs[0].finish_reason, end.outputs[0].tokens, end.prompt_tokens) == ("length", 8, 20)
     assert text_of(events) == end.outputs[0].text
-    assert loop.telemetry()["kv_reserved_bytes"] == 0
+    assert loop.telemetry()["kv_total_bytes"] == 0
     assert loop.capacity().in_flight == 0
 
 
@@ -103,8 +63,8 @@ def test_eight_sessions_take_as_many_decode_batches_as_one() -> None:
     for index in range(8):
         loop.submit(generation(f"job-{index}"))
     run(loop)
-    assert loop.counters.decode_batches == 7
-    assert loop.counters.decode_tokens == 56
+    assert loop.figures.decode_batches == 7
+    assert loop.figures.decode_tokens == 56
     assert loop.telemetry()["batch_occupancy_avg"] == 8.0
 
 
@@ -181,8 +141,8 @@ def test_a_cancel_stops_before_the_next_step() -> None:
     assert len(tokens_of(events, "b")) == 8
     assert not loop.cancel("a", 1)
     assert not loop.cancel("b", 1)
-    assert loop.telemetry()["cancelled_jobs"] == 1
-    assert loop.telemetry()["completed_jobs"] == 1
+    assert loop.telemetry()["cancelled_sessions"] == 1
+    assert loop.telemetry()["completed_sessions"] == 1
 
 
 def test_a_waiting_job_can_be_cancelled() -> None:
@@ -219,7 +179,7 @@ def test_a_cancel_never_overtakes_its_job() -> None:
         """Has the cancel come just before the job lies in it, if that can be."""
 
         def append(self, item: Any) -> None:
-            if isinstance(item, Generation):
+            if isinstance(item, _Submitted):
                 canceller.start()
                 canceller.join(0.2)
             super().append(item)
@@ -248,29 +208,30 @@ def test_newcomers_do_not_pass_the_queue() -> None:
 
 
 def test_sessions_share_the_kv_budget_without_overrunning_it() -> None:
-    """Together they never reserve more than there is; the ones that do not fit wait and still end."""
-    loop = make_loop(kv_positions=60)
+    """Together they never hold more than there is; the ones that do not fit wait and still end."""
+    loop = make_loop(pages=2)
     for index in range(5):
         loop.submit(generation(f"job-{index}"))
-    peaks = []
+    active = []
     events: list[Event] = []
-    for _ in range(200):
-        more, did_work = loop.tick()
-        events += more
-        peaks.append(loop.telemetry()["kv_reserved_bytes"] // loop.engine.bytes_per_token)
-        if not did_work:
-            break
-    assert max(peaks) == 54
+    while loop.capacity().in_flight:
+        events += loop.tick().events
+        active.append(loop.telemetry()["active_sessions"])
+        assert loop.telemetry()["kv_pressure"] <= 1
+    assert max(active) == 2
     assert sum(isinstance(event, Finished) for event in events) == 5
 
 
 def test_what_can_never_fit_is_refused_by_name() -> None:
     """A job larger than the whole budget is no queue's business."""
-    loop = make_loop(kv_positions=20)
-    with pytest.raises(InvalidRequest, match=r"27 tokens.*holds 20") as refusal:
-        loop.submit(generation())
+    loop = make_loop(pages=1)
+    with pytest.raises(InvalidRequest, match=r"67 tokens.*holds 64") as refusal:
+        loop.submit(generation(max_tokens=48))
     assert refusal.value.code == "kv_budget_exceeded"
     assert loop.capacity().in_flight == 0
+    assert loop.telemetry()["rejected_by_reason"] == {"rejected-kv-budget": 1}
+    loop.submit(generation(max_tokens=45))
+    assert len(tokens_of(run(loop))) == 45
 
 
 def test_one_failing_member_fails_alone() -> None:
@@ -279,11 +240,11 @@ def test_one_failing_member_fails_alone() -> None:
     alone = make_loop()
     alone.submit(generation("mate", max_tokens=12))
     expected = tokens_of(run(alone), "mate")
-    engine = FaultyEngine(*tiny_llama(7))
+    engine = FaultyEngine(*tiny_llama(7), kv_bytes=2**22)
     loop = make_loop(engine)
     loop.submit(generation("mate", max_tokens=12))
     loop.submit(generation("bad", max_tokens=12))
-    events = [*loop.tick()[0], *loop.tick()[0]]
+    events = [*loop.tick().events, *loop.tick().events]
     engine.culprits = frozenset({"bad/0"})
     events += run(loop)
     (failure,) = [event for event in events if isinstance(event, Failed)]
@@ -291,7 +252,7 @@ def test_one_failing_member_fails_alone() -> None:
     assert "prompt" not in failure.message
     assert tokens_of(events, "mate") == expected
     assert loop.capacity().in_flight == 0
-    assert loop.telemetry()["kv_reserved_bytes"] == 0
+    assert loop.telemetry()["kv_total_bytes"] == 0
 
 
 def test_kv_that_vanished_is_prefilled_again_unseen() -> None:
@@ -303,7 +264,7 @@ def test_kv_that_vanished_is_prefilled_again_unseen() -> None:
     other.submit(generation(max_tokens=20))
     events: list[Event] = []
     for _ in range(9):
-        events += other.tick()[0]
+        events += other.tick().events
     other.engine.release("a/0", 1)
     events += run(other)
     assert tokens_of(events) == expected
@@ -351,7 +312,7 @@ def test_stopping_returns_what_had_not_ended() -> None:
         loop.submit(each)
     loop.tick()
     assert loop.stop() == given
-    assert loop.telemetry()["kv_reserved_bytes"] == 0
+    assert loop.telemetry()["kv_total_bytes"] == 0
     assert loop.capacity().in_flight == 0
 
 
@@ -368,7 +329,7 @@ def test_the_limit_can_change_while_running() -> None:
     loop.set_limit(0)
     assert loop.effective_limit() == 1
     run(loop)
-    assert loop.telemetry()["completed_jobs"] == 4
+    assert loop.telemetry()["completed_sessions"] == 4
 
 
 def test_an_old_attempt_is_another_job() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pool.rules.batching import Budgets
+from pool.rules.admission import Budgets
 from tests.scripted.engine import ScriptedEngine
 from workers.loop import BatchingLoop
 from workers.outlet import Watchdog
@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0
 def hanging(folder: Path) -> Iterator[BatchingLoop]:
     """A loop that makes no turn."""
     engine = ScriptedEngine(delay_ms=0, log_path=folder / "log")
-    yield BatchingLoop(engine, Budgets(8, 512, 1000, 16), 8)
+    yield BatchingLoop(engine, Budgets(), 8)
     engine.close()
 
 

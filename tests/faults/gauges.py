@@ -48,7 +48,7 @@ def missing(system: System) -> list[str]:
 
 def engine_work(system: System) -> dict[str, float]:
     """What the ranks hold, all together."""
-    names = ("active_sessions", "queue_depth", "kv_reserved_bytes", "runtime_inflight")
+    names = ("active_sessions", "queue_depth", "kv_total_bytes", "runtime_inflight")
     return {name: sum(rank.facts[name] for rank in system.ranks()) for name in names}
 
 

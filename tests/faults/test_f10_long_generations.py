@@ -51,6 +51,7 @@ def test_f10_a_wait_ends_before_its_generation_and_says_where_it_goes_on(start_s
         body = answer.json()
         assert (answer.status_code, body["error"]["code"]) == (504, "sync_wait_exceeded")
         assert body["status"] == state
+        assert body.get("queue_position") == (0 if state == "queued" else None)
         assert answer.headers["location"] == f"/v1/responses/{body['id']}"
         assert answer.headers["x-should-retry"] == "false"
         assert SYNC_WAIT_S <= taken_s < SYNC_WAIT_S + 3

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import time
 
+import pytest
+
 from pool.rules import jobs
 from tests.faults.conftest import StartSystem
 from tests.faults.gauges import api_waits, ask, engine_sessions
@@ -64,3 +66,27 @@ def test_f19_only_those_who_wait_keep_their_job(start_system: StartSystem) -> No
     system.accepted += [kept, *(job for _, job in dropped)]
     system.assert_recovered()
     assert engine_sessions(system) == set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leave", ["closed", "half closed"])
+def test_f19_bytes_sent_ahead_do_not_hide_who_has_gone(start_system: StartSystem, leave: str, stream: bool) -> None:
+    """A next request, or a stray line end, behind the one that is waited for: its client leaves, and so do job, thread
+    and place."""
+    system = start_system(workers=1, delay_ms=20)
+    with system.client() as client:
+        for ahead in (b"\r\n", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"):
+            connection = ask(system, input="repeat 2000 x", stream=stream)
+            wait_until(lambda: client.zcard(system.keys().leases) == 1, description="the job to run")
+            (token,) = client.zrange(system.keys().leases, 0, -1)
+            connection.sendall(ahead)
+            if leave == "closed":
+                connection.close()
+            else:
+                connection.shutdown(socket.SHUT_WR)
+            job = f"resp_scripted.0_{token.decode()}"
+            wait_until(lambda job=job: system.poll(job)["status"] == "cancelled", description="the job to be cancelled")
+            wait_until(lambda: api_waits(system) == (0, 0), description="no request to wait")
+            connection.close()
+            system.accepted.append(job)
+    system.assert_recovered()

@@ -4,7 +4,9 @@ memory beyond the limit."""
 from __future__ import annotations
 
 import gzip
+import http.client
 import json
+import socket
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +150,12 @@ BAD_FRAMES = {
     "no size": b"zz\r\nab\r\n0\r\n\r\n",
     "a sign": b"-1\r\nab\r\n0\r\n\r\n",
     "no end of chunk": b"2\r\nabXX0\r\n\r\n",
+    "a bare return in an extension": b"2;a=\rb\r\nab\r\n0\r\n\r\n",
+    "a line feed in an extension": b"2;a=\nb\r\nab\r\n0\r\n\r\n",
+    "a trailer without a colon": b"2\r\n{}\r\n0\r\nnocolon\r\n\r\n",
+    "a trailer that frames": b"2\r\n{}\r\n0\r\nContent-Length: 5\r\n\r\n",
+    "a folded trailer": b"2\r\n{}\r\n0\r\nX: a\r\n b\r\n\r\n",
+    "too many trailers": b"2\r\n{}\r\n0\r\n" + b"X: a\r\n" * 101 + b"\r\n",
     "an endless size line": b"2;" + b"x" * 9000,
     "bare line feeds": b"2\nab\n0\n\n" + b"x" * 9000,
     "endless trailers": b"0\r\n" + b"a: b\r\n" * 200_000,
@@ -158,8 +166,64 @@ BAD_FRAMES = {
 @pytest.mark.parametrize("name", BAD_FRAMES)
 def test_f32_broken_chunks_are_the_client_s_error(system: System, name: str) -> None:
     """400 or 413 at once, never a 500, and nobody waits for the rest."""
-    chunked = head("POST", RESPONSES, {**JSON, "Transfer-Encoding": "chunked"})
-    assert exchange(port_of(system), chunked, BAD_FRAMES[name]).error(400, 413, 431)
+    chunked = head("POST", RESPONSES, {**JSON, "Transfer-Encoding": "chunked", "Connection": "keep-alive"})
+    answer = exchange(port_of(system), chunked, BAD_FRAMES[name])
+    assert answer.error(400, 413, 431)
+    assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("size", [1, 64 * 1024, 65 * 1024, LIMIT])
+def test_f32_a_body_that_nobody_reads_keeps_its_connection(system: System, size: int) -> None:
+    """An answer that promises the connection is followed by another over the same one, whatever its body's size."""
+    connection = http.client.HTTPConnection("127.0.0.1", port_of(system), timeout=20)
+    connection.connect()
+    connection.auto_open = 0
+    for path, content_type, status in [(RESPONSES, "text/plain", 415), ("/nowhere", "application/json", 404)] * 2:
+        connection.request("POST", path, b"x" * size, {"Content-Type": content_type})
+        answer = connection.getresponse()
+        assert answer.status == status
+        assert answer.getheader("connection") == "keep-alive"
+        answer.read()
+    connection.close()
+
+
+@pytest.mark.parametrize("name", BAD_FRAMES)
+@pytest.mark.parametrize("path", ["/nowhere", "/v1/responses"])
+def test_f32_broken_chunks_end_their_connection_as_announced(system: System, name: str, path: str) -> None:
+    """Also where nobody reads the body; what follows is no request."""
+    chunked = head("POST", path, {**JSON, "Transfer-Encoding": "chunked", "Connection": "keep-alive"})
+    with socket.create_connection(("127.0.0.1", port_of(system)), timeout=20) as sock:
+        sock.sendall(chunked + BAD_FRAMES[name] + head("GET", "/healthz", {}))
+        said = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert said.count(b"HTTP/1.1 ") == 1 and b"\r\nConnection: close\r\n" in said
+
+
+#: Heads of bodies that never come.
+UNASKED = {
+    "a miracle": ({"Content-Length": "9", "Expect": "miracles"}, 417),
+    "a miracle too": ({"Content-Length": "9", "Expect": "100-continue, miracles"}, 417),
+    "a miracle in chunks": ({"Transfer-Encoding": "chunked", "Expect": "miracles"}, 417),
+    "twice chunked": ({"Transfer-Encoding": "chunked, chunked"}, 501),
+    "packed and chunked": ({"Transfer-Encoding": "gzip, chunked"}, 501),
+    "a bent name": ({"Transfer-Encoding": "\x0bchunked"}, 501),
+}
+
+
+@pytest.mark.parametrize("name", UNASKED)
+def test_f32_a_head_that_asks_too_much_is_refused_before_its_body(system: System, name: str) -> None:
+    """At once: whoever waits for a 100 would wait forever."""
+    fields, status = UNASKED[name]
+    answer = exchange(port_of(system), head("POST", RESPONSES, {**JSON, **fields, "Connection": "keep-alive"}))
+    assert answer.error(status) and answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("said", ["close", "keep-alive, close", "Close ,x", "x,close"])
+def test_f32_a_client_that_says_close_is_heard(system: System, said: str) -> None:
+    """Among other words, too; the answer says so, and the connection ends with it."""
+    with socket.create_connection(("127.0.0.1", port_of(system)), timeout=20) as sock:
+        sock.sendall(head("GET", "/healthz", {"Connection": said}))
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert b"\r\nConnection: close\r\n" in answer
 
 
 HEADS = {
@@ -176,6 +240,8 @@ HEADS = {
     b"get / HTTP/1.1\r\nHost: x\r\n\r\n": 400,
     b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n": 400,
     b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n": 400,
+    b"GET / HTTP/1.1\r\n\r\n": 400,
+    b"GET / HTTP/1.1\r\nX: Host: x\r\n\r\n": 400,
     b"GET / HTTP/1.1\r\nHo st: x\r\n\r\n": 400,
     b"GET / HTTP/1.1\r\nHost: x\r\nA: b\x00c\r\n\r\n": 400,
     b"GET / HTTP/1.1\r\nHost: x\r\nExpect: miracles\r\n\r\n": 417,

@@ -42,8 +42,8 @@ def shared(start_shared_system: StartSystem) -> System:
 
 @pytest.fixture
 def system(shared: System) -> Iterator[System]:
-    """The same with a node that is the test's alone, and soon cut off when it is told to end."""
-    node = shared.api_part(next(NUMBERS), "", "--graceful-timeout", "3")
+    """The same with a node that is the test's alone, and cut off early when it is told to end."""
+    node = shared.api_part(next(NUMBERS), "", "--graceful-timeout", "8")
     shared.apis = [node]
     node.start()
     shared.await_api(node)
@@ -121,7 +121,7 @@ def test_a_node_that_stops_while_the_state_server_is_away(system: System) -> Non
         take_state_away(system)
         node.signal(signal.SIGTERM)
         answers = [each.result(60) for each in pending]
-        assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "node_stopping")
+        assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (504, "node_stopping")
         assert '"code":"node_stopping"' in answers[2].text
         assert node.alive, "there is something left to be told"
         restart_state(system)

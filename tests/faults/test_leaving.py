@@ -187,7 +187,7 @@ def test_nothing_is_left_of_those_who_left(start_system: StartSystem) -> None:
     assert ways["background, cancelled"] and any("hung up" in way for way in ways), told
 
     system.assert_recovered()
-    idle = {"active_sessions": 0, "queue_depth": 0, "kv_reserved_bytes": 0, "runtime_inflight": 0}
+    idle = {"active_sessions": 0, "queue_depth": 0, "kv_total_bytes": 0, "runtime_inflight": 0}
     wait_until(lambda: engine_work(system) == idle, description=f"idle engines ({told})")
     assert engine_sessions(system) == set(), told
     for answers in inspected(system):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -189,6 +190,18 @@ def test_a_client_is_told_before_it_is_cut(system: System) -> None:
         said = b"".join(iter(lambda: sock.recv(65536), b"")).lower()
     assert said.startswith(b"http/1.1 408 ") and b"x-should-retry: false" in said and b'"request_timeout"' in said
     system.assert_recovered()
+
+
+def test_a_request_that_a_stop_cuts_off_may_be_sent_again(start_system: StartSystem) -> None:
+    """503 with Retry-After instead of 408: it did not come too slowly, and nothing of it was carried out."""
+    system = start_system(workers=0)
+    with socket.create_connection(("127.0.0.1", port_of(system)), timeout=20) as sock:
+        sock.sendall(BEGINNINGS["a body"])
+        assert system.http.get(f"{system.api_url(system.apis[0])}/healthz").status_code == 200
+        system.apis[0].signal(signal.SIGTERM)
+        said = b"".join(iter(lambda: sock.recv(65536), b"")).lower()
+    assert said.startswith(b"http/1.1 503 ") and b"retry-after: 1" in said and b'"node_stopping"' in said
+    system.apis[0].wait()
 
 
 def test_a_body_is_asked_for_when_its_client_waits_to_be_asked(system: System) -> None:

@@ -22,6 +22,7 @@ from tasks.config import load_configuration
 from tasks.job_commands import build_request
 from tests.builders import delivery, give_up, request
 from tests.waiting import wait_until
+from tests.webapp.playing_worker import PlayingWorker
 
 ROOT = Path(__file__).parents[2]
 MODEL = "tiny"
@@ -96,6 +97,19 @@ def test_a_submitted_job_can_be_read_and_cancelled(environment: dict[str, str]) 
         code, out, _ = run(environment, "cancel", job)
         assert (code, json.loads(out)["state"]) == (0, "cancelled")
     assert run(environment, "tail", job) == (0, "\n", "genpool: cancelled\n")
+
+
+def test_a_cancelled_job_shows_what_it_had_said(environment: dict[str, str], server: StateServer) -> None:
+    """As its HTTP answer does: what the log holds, which no record repeats; before the cancel too."""
+    job = submitted(environment)
+    with closing(PlayingWorker(server.url)) as worker:
+        turn = worker.take()
+        worker.say(turn, "Once ", "", "upon")
+    said = [{"text": "Once upon", "finish_reason": None, "tokens": 3}]
+    assert status_of(environment, job)["outputs"] == said
+    code, out, _ = run(environment, "cancel", job)
+    cancelled = json.loads(out)
+    assert (code, cancelled["state"], cancelled["outputs"]) == (0, "cancelled", said)
 
 
 @pytest.mark.usefixtures("server")

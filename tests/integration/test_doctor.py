@@ -16,7 +16,8 @@ from genpool import cli
 from pool.store.connection import Client, connect
 from pool.store.server import StateServer
 from tasks import doctor
-from tasks.config import Settings, load_configuration
+from tasks.api_keys import new_key
+from tasks.config import API_KEYS_VARIABLE, Settings, load_configuration
 from tasks.doctor import FAILED, OK, Finding, examine
 from tests.processes import free_port
 from tests.webapp.api_process import ApiProcess
@@ -134,16 +135,44 @@ def test_clocks_that_differ_are_named(settings: Settings, off_s: float) -> None:
 
 @pytest.mark.usefixtures("worker")
 def test_a_port_is_free_ours_or_taken(settings: Settings, server: StateServer, tmp_path: Path) -> None:
-    """A stranger on it is a failure, a genpool is not."""
+    """A stranger on it is a failure, a genpool is not; `--port` looks where `genpool up --port` put it."""
     assert "free" in found(settings)["api port"].detail
     with socket.create_server((settings.server.host, settings.server.port)):
         assert failed(settings) == {"api port"}
     node = ApiProcess(server.url, tmp_path / "node").start()
     try:
+        command = ["--config", str(tmp_path / "genpool.toml"), "doctor", "--json", "--port", str(node.port)]
+        looked = {entry["check"]: entry for entry in json.loads(CliRunner().invoke(cli, command).output)}
+        assert looked["api port"]["detail"] == f"genpool answers at 127.0.0.1:{node.port}"
         ours = settings_of(tmp_path, f'[state]\nurl = "{server.url}"\n[server]\nport = {node.port}\n')
         assert "genpool answers" in found(ours)["api port"].detail
     finally:
         node.stop()
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.usefixtures("worker")
+def test_keys_are_there_when_they_must_be(server: StateServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None are needed on loopback; elsewhere there must be some, which only their owner can change."""
+    monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
+    file = tmp_path / "keys"
+    state = f'[state]\nurl = "{server.url}"\n[server]\nport = {free_port()}\n'
+    assert found(settings_of(tmp_path, state))["api keys"].detail.startswith("none")
+    settings = settings_of(tmp_path, f'{state}host = "0.0.0.0"\n')
+    assert failed(settings) == {"api keys"}
+    assert "genpool keys new" in found(settings)["api keys"].detail
+    settings = settings_of(tmp_path, f'{state}host = "0.0.0.0"\nkeys_file = "{file}"\n')
+    assert failed(settings) == {"api keys"}
+    key, line = new_key("caller")
+    file.write_text(f"{line}\n")
+    assert found(settings)["api keys"].detail == "1 in force"
+    assert failed(settings) == set()
+    file.chmod(0o666)
+    assert "can write" in found(settings)["api keys"].detail
+    file.write_text(f"{key}\n")
+    assert "line 1" in found(settings)["api keys"].detail
+    assert "keep the keys they had" in found(settings)["api keys"].remedy
+    assert key not in repr(found(settings))
 
 
 @pytest.mark.usefixtures("worker")

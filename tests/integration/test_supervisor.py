@@ -136,7 +136,9 @@ def test_five_fast_deaths_end_everything_with_the_last_lines(tmp_path: Path, out
     assert supervisor.failure == "worker ended 5 times in a row, the last time with exit code 3."
     assert output.getvalue().count("worker | no such model file") == 5
     assert "Its last lines:\n" + "    no such model file\n" * 5 in output.getvalue()
-    assert output.getvalue().endswith("stopping: state; up to 10 s, a second signal hurries\n")
+    assert output.getvalue().endswith(
+        "stopping: state; mostly seconds, at most 10 s; a second signal hurries\nstopped\n"
+    )
     assert stopped(tmp_path) == ["state"]
     assert not is_running(pid_of(tmp_path, "state"))
 
@@ -277,7 +279,9 @@ def test_a_child_may_be_stopped_by_another_signal(tmp_path: Path, output: io.Str
 
 
 def test_a_second_request_hurries_a_child_that_can(tmp_path: Path, output: io.StringIO) -> None:
-    """It gets its hurry signal and ends by itself; a child that cannot hurry is killed at once."""
+    """It gets its hurry signal, with a word about it, and ends by itself; a child that cannot hurry is killed at once.
+    What is to be said at its end is asked for before it is told to stop, and said after."""
+    told: list[bool] = []
     program = (
         "import pathlib, signal, sys\n"
         "folder = pathlib.Path(sys.argv[1])\n"
@@ -295,6 +299,10 @@ def test_a_second_request_hurries_a_child_that_can(tmp_path: Path, output: io.St
         ready=(tmp_path / "up").exists,
         stop_grace_s=600,
         hurry_signal=signal.SIGQUIT,
+        hurry_note="nothing is lost",
+        parting=lambda: (
+            told.append((tmp_path / "termed").exists()) or (lambda: f"gone: {(tmp_path / 'hurried').exists()}")
+        ),
     )
     supervisor = Supervisor([[child]], stream=output, policy=QUICK)
     assert supervisor.start()
@@ -307,6 +315,8 @@ def test_a_second_request_hurries_a_child_that_can(tmp_path: Path, output: io.St
     stopping.join(timeout=20)
     assert not stopping.is_alive()
     assert (tmp_path / "hurried").exists()
+    assert told == [False]
+    assert output.getvalue().endswith("slow: nothing is lost\ngone: True\n")
 
 
 def test_lines_carry_the_childs_name_in_colour_on_a_terminal(output: io.StringIO) -> None:
@@ -389,7 +399,8 @@ def test_a_signal_stops_the_children_in_order(tmp_path: Path, number: signal.Sig
         process.send_signal(number)
         out, _ = process.communicate(timeout=20)
     assert process.returncode == 0
-    assert out.count("stopping: worker, then state; up to 610 s, a second signal hurries\n") == 1
+    assert out.count("stopping: worker, then state; mostly seconds, at most 610 s; a second signal hurries\n") == 1
+    assert out.endswith("\nstopped\n")
     assert stopped(tmp_path) == ["worker", "state"]
     assert not is_running(pid_of(tmp_path, "worker"))
     assert not is_running(pid_of(tmp_path, "state"))

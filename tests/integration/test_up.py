@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pool.store.server import socket_path
+from tasks.launch import HURRY_NOTE
 from tests.processes import descendants, free_port, is_running
 from tests.waiting import wait_until
 
@@ -200,7 +201,8 @@ def test_the_ready_line_names_flower(tmp_path: Path) -> None:
     port = free_port()
     running = Up(tmp_path, "--flower", "--flower-port", str(port))
     try:
-        assert running.ready.endswith(f"serves tiny; Flower is at http://127.0.0.1:{port}")
+        docs = f"examples are at http://127.0.0.1:{running.port}/docs"
+        assert running.ready.endswith(f"serves tiny; {docs}; Flower is at http://127.0.0.1:{port}")
         running.port = port
         wait_until(lambda: running.ask("GET", "/healthcheck")[0] == 200, description="Flower", timeout_s=30)
         running.process.send_signal(signal.SIGINT)
@@ -208,7 +210,28 @@ def test_the_ready_line_names_flower(tmp_path: Path) -> None:
     finally:
         running.end()
     (line,) = (line for line in running.lines if line.startswith("stopping: "))
-    assert line == "stopping: api, then worker tiny, then flower, then state; up to 100 s, a second signal hurries\n"
+    order = "api, then worker tiny, then flower, then state"
+    assert line == f"stopping: {order}; mostly seconds, at most 100 s; a second signal hurries\n"
+
+
+def test_its_last_words_tell_what_becomes_of_unfinished_work(up: Up) -> None:
+    """A hurried end hands a running generation back, says so, beside Celery's own words, and ends with one."""
+    body = {"model": "tiny", "input": "Hello", "background": True, "ignore_eos": True, "temperature": 0}
+    status, answer = up.ask("POST", "/v1/responses", body | {"max_output_tokens": 1900})
+    assert status == 200, answer
+    path = f"/v1/responses/{json.loads(answer)['id']}"
+    wait_until(lambda: json.loads(up.ask("GET", path)[1])["status"] == "in_progress", description="it to run")
+    up.process.send_signal(signal.SIGINT)
+    wait_until(lambda: any("draining; 1 generations" in line for line in up.lines), description="draining")
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(timeout=60) == 0
+    up.end()
+    said = [line.rstrip("\n") for line in up.lines if " | " not in line]
+    assert said[-3:] == [
+        f"worker tiny: {HURRY_NOTE}",
+        "tiny: unfinished generations handed back: 1; they go on after the next start",
+        "stopped",
+    ]
 
 
 def test_a_killed_supervisor_takes_everything_along(up: Up) -> None:

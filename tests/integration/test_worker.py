@@ -23,6 +23,7 @@ from pool.store.stored_jobs import erase
 from tasks.celery import create_app
 from tasks.client import Client
 from tasks.payloads import Sampling, TextPrompt
+from tasks.queues import Queues
 from tests.builders import delivery, request
 from tests.integration.celery_process import Site, Worker
 from tests.waiting import wait_until
@@ -75,6 +76,23 @@ def test_a_job_runs_and_its_log_joins_to_its_text(jobs: Client) -> None:
     assert record.state == "incomplete"
     assert record.outputs[0].text == text
     assert (record.prompt_tokens, record.output_tokens) == (5, 20)
+
+
+def test_tokens_are_counted_while_they_come(site: Site, jobs: Client) -> None:
+    """`genpool queues` shows a rate during a long generation, not only when it ends, and none when all is still."""
+    client = connect(site.url, max_connections=1)
+    queues = Queues(site.settings, client)
+
+    def rate() -> float:
+        return next(queue.output_tokens_per_second for queue in queues.look() if queue.model == "tiny")
+
+    try:
+        job = jobs.submit(request(**LONG))
+        wait_until(lambda: rate() > 0 and not jobs.get(job).terminal, description="a rate", timeout_s=30)
+        jobs.cancel(job)
+        wait_until(lambda: rate() == 0, description="no rate", timeout_s=60)
+    finally:
+        client.connection_pool.disconnect()
 
 
 def test_the_task_class_submits_and_answers(app: Celery, jobs: Client) -> None:

@@ -23,13 +23,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from tasks.ports import CacheMiss, Logits, Member, StepLogits, StepResult, TokenIds
+from tasks.ports import Logits, Member, StepResult, TokenIds
 from tasks.vocabulary import Vocabulary, byte_alphabet
-from tests.scripted.modelless import Modelless
+from tests.scripted.blocks import BlockEngine
 from workers.engines.tiny import tiny_vocabulary_data
 
 CONTEXT = 65_536
+#: Its KV holds so many sessions of full length.
+FULL_SESSIONS = 16
+BLOCK_TOKENS = 256
 #: Tokens of several bytes, which cut characters and words where a vocabulary may.
 PIECES = (
     *map(bytes.fromhex, ("20f09f", "98b841", "e282", "ac", "f09f", "ff", "f09f87a9", "f09f87aa")),
@@ -40,42 +44,40 @@ CHAT_TEMPLATE = "{{ messages | map(attribute='content') | join('|') }}{{ '\\n' }
 HANG_S = 3600
 
 
-class ScriptedEngine(Modelless):
+class ScriptedEngine(BlockEngine):
     """A tasks.ports.Engine whose next token depends on the prompt's script and the number of tokens so far."""
 
-    prefill_grid = 16
-
     def __init__(self, *, delay_ms: float, log_path: Path, context_length: int = CONTEXT) -> None:
-        self.context_length = context_length
+        blocks = FULL_SESSIONS * -(-context_length // BLOCK_TOKENS)
+        super().__init__(blocks=blocks, block_tokens=BLOCK_TOKENS, context_length=context_length, snapshot=False)
         self.vocabulary = scripted_vocabulary()
         tokens = reversed(range(self.vocabulary.size))
         self._token_of = {self.vocabulary.token_bytes(token): token for token in tokens}
         self._delay_s = delay_ms / 1000
         self._log = log_path.open("a", buffering=1)
-        self._held: dict[tuple[str, int], list[int]] = {}
+        self._begun: set[tuple[str, int]] = set()
 
     def fingerprint(self) -> str:
         """Every scripted engine gives the same tokens."""
         return "scripted"
 
+    def begin(self, session: str, epoch: int, prompt: TokenIds, positions: int, scope: str = "") -> int | None:
+        """Log it."""
+        found = super().begin(session, epoch, prompt, positions, scope)
+        if found is not None:
+            self._begun.add((session, epoch))
+            self._log.write(f"start {session} {epoch} {os.getpid()}\n")
+        return found
+
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
         """One result a member; faults happen as scripted."""
         time.sleep(self._delay_s)
-        return [self._advance(member) for member in batch]
+        return super().step(batch)
 
-    def _advance(self, member: Member) -> StepResult:
-        key = (member.session, member.epoch)
-        if member.start == 0:
-            self._held[key] = []
-            self._log.write(f"start {member.session} {member.epoch} {os.getpid()}\n")
-        held = self._held.get(key)
-        if held is None or len(held) != member.start:
-            return CacheMiss()
-        token = None
-        if member.wants_logits:
-            token = self._next(member.session, [*held, *map(int, member.tokens)])
-        held.extend(map(int, member.tokens))
-        return StepLogits(None if token is None else self._row(token), len(held))
+    def _logits(self, session: str, cells: npt.NDArray[np.int64]) -> Logits:
+        row = np.full(self.vocabulary.size, -1e9, dtype=np.float32)
+        row[self._next(session, cells.tolist())] = 0.0
+        return row
 
     def _next(self, session: str, tokens: Sequence[int]) -> int:
         """The token that the script gives after these."""
@@ -111,22 +113,13 @@ class ScriptedEngine(Modelless):
             sys.exit()
         raise RuntimeError("as scripted")
 
-    def _row(self, token: int) -> Logits:
-        row = np.full(self.vocabulary.size, -1e9, dtype=np.float32)
-        row[token] = 0.0
-        return row
-
     def release(
-        self,
-        session: str,
-        epoch: int,
-        *,
-        tokens: TokenIds | None = None,  # noqa: ARG002 - the port's signature
-        scope: str = "",  # noqa: ARG002 - the port's signature
-        holder: str = "",  # noqa: ARG002 - the port's signature
+        self, session: str, epoch: int, *, tokens: TokenIds | None = None, scope: str = "", holder: str = ""
     ) -> None:
-        """Forget a session."""
-        if self._held.pop((session, epoch), None) is not None:
+        """Log it."""
+        super().release(session, epoch, tokens=tokens, scope=scope, holder=holder)
+        if (session, epoch) in self._begun:
+            self._begun.remove((session, epoch))
             self._log.write(f"free {session} {epoch} {os.getpid()}\n")
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from tests.builders import completed, delivery, entry, new_job
 @pytest.fixture
 def running(store: JobStore, rank_a: Delivery) -> Handout:
     """A job begun by rank a."""
-    store.submit(new_job(n=2))
+    store.submit(new_job(n=2, tenant="somebody"))
     (handout,) = rank_a.take(1, 10).handouts
     return handout
 
@@ -42,8 +42,9 @@ def test_a_worker_reads_only_what_fits(store: JobStore, rank_a: Delivery, rank_b
 
 
 def test_a_handout_carries_what_the_runner_needs(rank_a: Delivery, running: Handout) -> None:
-    """Prompt, seed, choices; the first attempt has nothing to replay."""
+    """Prompt, seed, choices, whose it is; the first attempt has nothing to replay."""
     assert (running.prompt_tokens, running.seed, running.n, running.lease.attempt) == (3, 7, 2, 1)
+    assert running.tenant == "somebody"
     assert (running.logged, running.replay) == (0, ((), ()))
     end(rank_a, running)
 

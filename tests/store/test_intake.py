@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pool.rules.batching import Budgets
+from pool.rules.admission import Budgets
 from pool.store.connection import Client, connect
 from pool.store.delivery import Delivery
 from pool.store.handouts import Entry, Handout
@@ -46,7 +46,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         engine = NumpyLlama(*tiny_llama(7))
-        self.loop = BatchingLoop(engine, Budgets(8, 64, 10_000, engine.prefill_grid), 8)
+        self.loop = BatchingLoop(engine, Budgets(max_prefill_tokens_per_tick=64), 8)
         self.outlet = Outlet(
             self.delivery, self.loop, flush_idle_ms=500, renew_ms=60_000, stall_timeout_s=60, on_left=lambda *_: None
         )
@@ -322,3 +322,48 @@ def test_what_could_not_be_given_back_is_kept_for_later(process: Process, monkey
     assert process.state(job) == "running"
     process.one.intake.give_back()
     assert process.state(job) == "queued"
+
+
+def test_a_job_reaches_the_loop_as_its_tenants(process: Process) -> None:
+    """What it computes is kept for that tenant alone."""
+    process.submit(ONE, tenant="somebody")
+    process.one.turn()
+    process.one.loop.tick()
+    (generation,) = process.one.loop.stop()
+    assert generation.tenant == "somebody"
+
+
+def test_a_job_that_finds_no_place_goes_back(process: Process) -> None:
+    """Its choices are more than may wait inside: it is queued again, at no cost, and the rank waits before it reads
+    more. The one before it runs."""
+    rank = process.one
+    rank.loop.budgets = Budgets(max_queue_depth=0)
+    rank.loop.set_limit(2)
+    first, second = process.submit(ONE, n=2), process.submit(ONE)
+    rank.turn()
+    rank.store()
+    assert (process.state(first), process.state(second)) == ("running", "queued")
+    assert [held.handout.lease.token for held in rank.outlet.held()] == [first.ref.token]
+    assert rank.loop.telemetry()["rejected_by_reason"] == {"rejected-queue-full": 1}
+    assert process.client.hget(process.key(second), "crashes") is None
+    assert rank.intake._crowded
+
+
+def test_an_attempt_that_ran_here_before_goes_back(process: Process) -> None:
+    """A state server that came back with less than it had confirmed counts attempts anew: the rank knows this one, so
+    it is queued again for a next attempt, which runs."""
+    rank = process.one
+    job = process.submit(ONE)
+    rank.turn()
+    assert rank.loop.cancel(job.ref.token, 1)
+    rank.loop.tick()
+    rank.outlet.refuse(rank.begun[-1])
+    rank.store()
+    process.client.hset(process.key(job), "attempt", 0)
+    rank.turn()
+    rank.store()
+    assert process.state(job) == "queued"
+    rank.intake._crowded = False
+    rank.turn()
+    assert (process.state(job), rank.begun[-1].lease.attempt) == ("running", 2)
+    assert rank.loop.capacity().in_flight == 1

@@ -15,9 +15,9 @@ from pool.store.delivery import Delivery
 from pool.store.handouts import Ending, Handout
 from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
-from pool.store.log import replay_of
+from pool.store.log import TokenLogprobs, replay_of
 from pool.store.server import StateServer
-from tasks.ports import ChoiceOutput, Failed, Finished, RunnerCapacity, Tokens
+from tasks.ports import ChoiceOutput, Failed, Finished, RunnerCapacity, Stopped, Tokens
 from tests.builders import LEASE_MS, delivery, job_store, new_job
 from tests.waiting import wait_until
 from workers.outlet import CONGESTION_TOKENS, Outlet
@@ -29,14 +29,14 @@ class IdleRunner:
 
     def __init__(self) -> None:
         self.live: set[tuple[str, int]] = set()
-        self.cancelled: list[tuple[str, int]] = []
+        self.cancelled: list[tuple[str, int, str]] = []
         self.turns = 0
 
-    def cancel(self, job: str, attempt: int) -> bool:
+    def cancel(self, job: str, attempt: int, *, how: Stopped = "cancelled") -> bool:
         """Record it."""
         known = (job, attempt) in self.live
         if known:
-            self.cancelled.append((job, attempt))
+            self.cancelled.append((job, attempt, how))
         return known
 
     def progress(self) -> int:
@@ -108,6 +108,23 @@ def test_the_first_token_is_written_at_once_and_later_ones_wait_unless_watched(s
     assert [entry.token_ids for entry in store.view(job.ref).entries] == [(5,), (6,)]
 
 
+def test_logprobs_are_stored_with_their_tokens(store: JobStore, rig: Rig) -> None:
+    """Also where tokens of several steps share an entry."""
+    job = new_job()
+    store.submit(job)
+    handout = rig.take()
+    lease = handout.lease
+    told = [TokenLogprobs(-float(number), ((number, -0.5),)) for number in range(4)]
+    for number, each in enumerate(told):
+        rig.outlet.deliver([Tokens(lease.token, lease.attempt, 0, (number,), "x", (each,))])
+    wait_until(lambda: store.read(job.ref).logged_tokens >= 1, description="the first token")
+    rig.outlet.deliver([finished(handout, "xxxx", 4)])
+    wait_until(lambda: rig.left, description="the end")
+    entries = store.view(job.ref).entries
+    assert [each for entry in entries for each in entry.logprobs] == told
+    assert all(len(entry.logprobs) == len(entry.token_ids) for entry in entries)
+
+
 def test_a_write_whose_reply_was_lost_is_neither_lost_nor_doubled(store: JobStore, rank_a: Delivery) -> None:
     """It had landed; more tokens came before the retry. The log holds each token once, in order."""
     job = new_job(watch="node-1")
@@ -115,7 +132,7 @@ def test_a_write_whose_reply_was_lost_is_neither_lost_nor_doubled(store: JobStor
     rig = Rig(rank_a)
     handout = rig.take()
     held = rig.outlet._held[handout.lease.token]
-    held.add(0, (5, 6), "ab", 0.0)
+    held.add(Tokens(handout.lease.token, handout.lease.attempt, 0, (5, 6), "ab"), 0.0)
     assert rank_a.write([held.write()])[0].code == "ok"
     rig.outlet.start()
     rig.outlet.deliver([tokens(handout, 7, text="c"), tokens(handout, 8, text="d")])
@@ -155,7 +172,7 @@ def test_a_cancelled_job_is_dropped_at_the_next_hint(store: JobStore, rig: Rig) 
     rig.outlet.nudge()
     wait_until(lambda: rig.left, description="the job to leave")
     assert rig.left == [(job.ref.token, "cancelled", None)]
-    assert rig.runner.cancelled == [(job.ref.token, 1)]
+    assert rig.runner.cancelled == [(job.ref.token, 1, "cancelled")]
     rig.outlet.deliver([tokens(handout, 5), finished(handout, "x", 1)])
     rig.outlet.nudge()
     assert store.read(job.ref).state == "cancelled"
@@ -168,7 +185,7 @@ def test_a_job_that_comes_back_replaces_its_former_attempt(store: JobStore, rig:
     old = rig.take()
     rig.delivery.hand_back([old.lease])
     new = rig.take()
-    assert (new.lease.attempt, rig.runner.cancelled) == (2, [(job.ref.token, 1)])
+    assert (new.lease.attempt, rig.runner.cancelled) == (2, [(job.ref.token, 1, "failed")])
     rig.outlet.deliver([tokens(old, 5), tokens(new, 6), finished(new, "x", 1)])
     wait_until(lambda: store.read(job.ref).terminal, description="the job to end")
     assert [entry.token_ids for entry in store.view(job.ref).entries] == [(6,)]
@@ -209,7 +226,7 @@ def test_a_log_that_lost_stored_tokens_costs_only_the_attempt(store: JobStore, r
     rig.outlet.deliver([tokens(handout, 8)])
     wait_until(lambda: store.read(job.ref).state == "queued", description="the job to be queued again")
     assert rig.left == [(job.ref.token, "queued", None)]
-    assert rig.runner.cancelled == [(job.ref.token, 1)]
+    assert rig.runner.cancelled == [(job.ref.token, 1, "failed")]
     again = rig.take()
     assert (again.lease.attempt, again.replay, again.alone) == (2, ((5,),), False)
     store.cancel(job.ref)
@@ -305,9 +322,9 @@ def test_a_job_that_is_lost_is_let_go_before_the_runner_drops_it(store: JobStore
     drop = rig.runner.cancel
     seen: list[bool] = []
 
-    def dropped(token: str, attempt: int) -> bool:
+    def dropped(token: str, attempt: int, *, how: Stopped = "cancelled") -> bool:
         seen.append(rig.outlet.holds(handout))
-        return drop(token, attempt)
+        return drop(token, attempt, how=how)
 
     rig.runner.cancel = dropped  # type: ignore[method-assign] # looks on
     assert rig.outlet.holds(handout)

@@ -65,6 +65,13 @@ def test_a_broken_line_is_named_by_its_number(text: str) -> None:
     assert DIGEST[:8] not in broken.value.message.lower()
 
 
+def test_a_line_with_its_label_is_told_so() -> None:
+    """`genpool keys new` prints the word before the line; a key of that name is one all the same."""
+    with pytest.raises(ConfigurationError, match="FILE, line 1: begins with the word `line`"):
+        parse_keys(f"line  alice user sha256:{DIGEST}", "FILE")
+    assert parse_keys(f"line user sha256:{DIGEST}", "FILE")[0].name == "line"
+
+
 def test_a_line_says_whose_what_and_how_much() -> None:
     """Blanks, comments and line ends of other systems do not matter."""
     text = f"# keys\r\n\r\n  alice   user\tsha256:{DIGEST}  pending=7 \r\nbob metrics sha256:{'cd' * 32}"

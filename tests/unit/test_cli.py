@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -15,9 +16,10 @@ from pool.errors import InvalidRequest, UnknownModel
 from pool.store.server import StateServer
 from tasks import launch
 from tasks.api_keys import KeyRing
-from tasks.config import Settings, load_configuration
+from tasks.config import SHIPPED_MODELS, Settings, load_configuration
 from tasks.config_docs import markdown
 from tasks.job_commands import build_request
+from tasks.payloads import Sampling
 from workers.weights import SOURCES
 
 SHIPPED = "smollm2-135m-instruct"
@@ -103,6 +105,14 @@ def test_the_config_option_names_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert os.environ["GENPOOL_CONFIG"] == str(tmp_path / "other.toml")
 
 
+@pytest.mark.parametrize("command", ["submit", "generate"])
+def test_help_tells_what_holds_without_an_option(command: str) -> None:
+    """Of each of a generation's options."""
+    options = [option for option in cli.commands[command].params if isinstance(option, click.Option)]
+    assert len(options) == 4
+    assert all(" Default: " in str(option.help) for option in options)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -182,7 +192,7 @@ def test_an_unknown_model_is_named_with_the_known_ones(command: list[str]) -> No
     """A typing mistake is seen at once."""
     result = run(*command)
     assert result.exit_code == 1
-    assert result.stderr == f"Error: No model is named nowhere. Known: {SHIPPED}.\n"
+    assert result.stderr == f"Error: No model is named nowhere. Known: {', '.join(SHIPPED_MODELS)}.\n"
 
 
 def test_a_disabled_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +211,7 @@ def test_models_are_listed_with_cache_size_and_licence(tmp_path: Path) -> None:
     rows = {line.split()[0]: line.split()[2:] for line in run("models", "list").stdout.splitlines()}
     assert rows["NAME"] == ["CACHED", "SIZE", "LICENCE", "ENABLED"]
     assert rows[SHIPPED] == ["no", "94", "MiB", "Apache-2.0", "yes"]
+    assert rows["smollm2-135m-q4"] == ["no", "-", "Apache-2.0", "no"]
     assert rows["own"] == ["yes", "1", "MiB", "-", "no"]
     assert rows["tiny"] == ["-", "-", "-", "yes"]
 
@@ -240,6 +251,22 @@ def test_a_prompt_becomes_one_user_turn() -> None:
     assert request.prompt.model_dump() == {"type": "chat", "messages": ({"role": "user", "content": "Hello"},)}
     request = build_request(settings, "Hello", model=SHIPPED, max_tokens=5, temperature=0.0, seed=7)
     assert (request.max_tokens, request.sampling.temperature, request.sampling.seed) == (5, 0.0, 7)
+
+
+def test_any_sampling_option_can_be_named() -> None:
+    """By the name that the API has for it, in JSON or as plain text; a wrong one is an error that names it."""
+
+    def build(*option: str) -> Sampling:
+        fields = {"model": None, "max_tokens": None, "temperature": 0.5, "seed": 7}
+        return build_request(settings_of(), "Hello", **fields, option=option).sampling
+
+    found = build("top_p=0.9", 'logit_bias={"5": -100}', "stop=END", "logprobs=true", "stop_token_ids=[3]")
+    assert found == Sampling(
+        temperature=0.5, seed=7, top_p=0.9, logit_bias={5: -100}, stop=("END",), logprobs=True, stop_token_ids=(3,)
+    )
+    for wrong, named in (("top_p=2", "top_p"), ("top_p", "NAME=VALUE"), ("tpo_p=1", "tpo_p"), ("top_p=x", "top_p")):
+        with pytest.raises(InvalidRequest, match=named):
+            build(wrong)
 
 
 def test_a_prompt_that_is_no_text_is_refused_without_quoting_it() -> None:

@@ -133,7 +133,7 @@ def test_a_shipped_model_can_be_changed_in_single_fields(load: Any) -> None:
 def test_a_new_model_stands_beside_the_shipped_ones(load: Any) -> None:
     """A table with a source of its own adds a model."""
     models = load('[models."tiny-1.5"]\nsource = "random:1"').settings.models
-    assert set(models) == {SHIPPED, "tiny-1.5"}
+    assert set(models) == {*SHIPPED_MODELS, "tiny-1.5"}
     assert models["tiny-1.5"].target_inflight == 1
 
 
@@ -177,6 +177,12 @@ def test_a_variable_that_fits_two_models_is_refused(load: Any) -> None:
         (
             f"[models.{SHIPPED}]\ntarget_inflight = true",
             "target_inflight = True (from {file}): should be a valid integer",
+        ),
+        (f"[models.{SHIPPED}]\nkv_overcommit = 0.5", "kv_overcommit = 0.5 (from {file}): should be greater than or"),
+        (f"[models.{SHIPPED}]\nmax_queue_depth = -1", "max_queue_depth = -1 (from {file}): should be greater than or"),
+        (
+            f"[models.{SHIPPED}]\nscratch_bytes_per_session = 1000000000",
+            "scratch_budget_bytes must be at least scratch_bytes_per_session",
         ),
         ("[models.smolm2-135m-instruct]\nthreads = 1", f"is required. Did you mean {SHIPPED}?"),
         ("[models.empty]", "models.empty.source (a field of a model named in {file}) is required."),

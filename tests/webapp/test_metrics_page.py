@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from flask import Flask
+from flask import Flask, Response, request
 
 from pool.store.connection import Client
 from tests.webapp.playing_worker import MODEL, PlayingWorker
@@ -23,20 +23,38 @@ def limited(client: Client) -> Iterator[Client]:
     client.config_set("maxmemory", 0)
 
 
-def families(text: str) -> dict[str, str]:
-    """Names and types of a scrape."""
-    return dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+def families(text: str) -> dict[str, tuple[str, frozenset[str]]]:
+    """Types and label names of the families of a scrape. That a histogram has buckets is part of its type."""
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    labels: dict[str, set[str]] = {name: set() for name in kinds}
+    for name, held in re.findall(r"^(genpool_\w+)(?:{(.*)})? \S+$", text, re.MULTILINE):
+        family = name if name in kinds else re.sub("_(bucket|sum|count)$", "", name)
+        labels[family] |= set(re.findall(r'(\w+)="', held)) - {"le"}
+    return {name: (kind, frozenset(labels[name])) for name, kind in kinds.items()}
+
+
+def listed() -> dict[str, tuple[str, frozenset[str]]]:
+    """The same, as the page has it."""
+    rows = re.findall(r"^\| `(genpool_\w+)` \| (\w+) \| ([a-z, ]*)\|", PAGE.read_text(), re.MULTILINE)
+    return {name: (kind, frozenset(labels.replace(",", " ").split())) for name, kind, labels in rows}
 
 
 @pytest.mark.usefixtures("limited")
 def test_the_page_lists_every_family(make_app: Callable[..., Flask]) -> None:
-    """With its type; `genpool_..._created` and the exporter's own version are left out."""
-    http = make_app().test_client()
-    http.get("/v1/models")
+    """With its type and the names of its labels; `genpool_..._created` is left out."""
+    app = make_app()
+
+    @app.after_request
+    def break_one(response: Response) -> Response:
+        if request.path == "/broken":  # a view's own error is answered, and no exception to the exporter
+            raise RuntimeError
+        return response
+
+    http = app.test_client()
+    for path in ("/v1/models", "/broken"):
+        http.get(path)
     shown = families(http.get("/metrics").get_data(as_text=True))
-    shown = {name: kind for name, kind in shown.items() if not name.endswith(("_created", "_exporter_info"))}
-    listed = dict(re.findall(r"^\| `(genpool_\w+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE))
-    assert shown == listed
+    assert {name: found for name, found in shown.items() if not name.endswith("_created")} == listed()
 
 
 def test_the_memory_share_is_that_of_the_limit(make_app: Callable[..., Flask], limited: Client) -> None:

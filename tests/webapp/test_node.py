@@ -103,6 +103,7 @@ def test_ready_names_what_is_missing(http: FlaskClient, worker: PlayingWorker) -
     assert f"a worker for model {MODEL}" in missing
     assert any("noeviction" in item and "allkeys-lru" in item for item in missing)
     assert answer.get_json()["error"]["code"] == "not_ready"
+    assert answer.headers["retry-after"].isdecimal()
     assert http.get("/healthz").get_json() == http.get("/health").get_json() == {"status": "ok"}
 
 
@@ -225,18 +226,48 @@ def test_half_a_request_does_not_hold_a_thread(start_node: Callable[..., ApiProc
         assert (b'"code":"request_timeout"' in said) == bool(answer)
 
 
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname(), timeout=10)
+        server, _ = listener.accept()
+    return server, client
+
+
 def test_a_closed_connection_is_noticed_and_a_pipelined_one_is_not() -> None:
     """Looking takes no byte away."""
-    server, client = socket.socketpair()
+    server, client = tcp_pair()
     with server:
         assert not client_gone(server)
         client.sendall(b"GET")
         assert not client_gone(server)
         assert server.recv(3) == b"GET"
         client.close()
-        assert client_gone(server)
+        wait_until(lambda: client_gone(server), description="the end to arrive")
     assert client_gone(server)
     assert not client_gone(None)
+
+
+@pytest.mark.parametrize("leave", [socket.socket.close, lambda sock: sock.shutdown(socket.SHUT_WR)])
+def test_bytes_sent_ahead_hide_no_end(leave: Callable[[socket.socket], None]) -> None:
+    """Closed, or half closed, behind bytes that nobody has read: gone."""
+    server, client = tcp_pair()
+    with server, client:
+        client.sendall(b"GET")
+        assert not client_gone(server)
+        leave(client)
+        wait_until(lambda: client_gone(server), description="the end to be seen behind the bytes")
+        assert server.recv(3) == b"GET"
+
+
+def test_where_the_system_does_not_tell_the_end_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Systems without POLLRDHUP."""
+    monkeypatch.setattr("webapp.sockets.CLOSED", 0)
+    server, client = tcp_pair()
+    with server:
+        assert not client_gone(server)
+        client.close()
+        wait_until(lambda: client_gone(server), description="the end to arrive")
 
 
 def test_waiting_requests_leave_threads_for_probes(
@@ -289,8 +320,11 @@ def test_sigterm_cuts_streams_and_answers_waits_without_cancelling(
         with pytest.raises(sdk.APIConnectionError):
             list(stream)
         stopped = waiting.result()
-        assert (stopped.status_code, stopped.headers["x-should-retry"]) == (503, "false")
-        assert stopped.json()["error"]["code"] == "node_stopping"
+        assert (stopped.status_code, stopped.headers["x-should-retry"]) == (504, "false"), "its job stays enqueued"
+        assert stopped.headers["connection"] == "close"
+        assert stopped.headers["location"] == f"/v1/responses/{stopped.json()['id']}"
+        assert (stopped.json()["error"]["code"], stopped.json()["status"]) == ("node_stopping", "queued")
+        assert stopped.json()["queue_position"] in range(3)
         assert '"code":"node_stopping"' in chatting.result().text
         assert chatting.result().text.endswith("data: [DONE]\n\n")
     assert node.stop() == 0

@@ -101,6 +101,29 @@ def test_cancel_keeps_the_partial_text_and_repeats(openai: OpenAI, worker: Playi
     assert worker.held == 0
 
 
+def test_what_ended_early_tells_what_it_used(openai: OpenAI, worker: PlayingWorker) -> None:
+    """Prompt and logged tokens of a job that was begun, cancelled or failed, polled or streamed; nothing of one that
+    never was, or that has not ended."""
+    cancelled, failed, never = (
+        openai.responses.create(model=MODEL, input="Long", background=True).id for _ in range(3)
+    )
+    for job in (cancelled, failed):
+        turn = worker.take()
+        worker.say(turn, "a", "b", "c")
+        assert openai.responses.retrieve(job).usage is None
+        if job == failed:
+            worker.fail(turn, "engine_error")
+        else:
+            openai.responses.cancel(job)
+        usage = openai.responses.retrieve(job).usage
+        assert usage is not None and usage.output_tokens == 3
+        assert usage.input_tokens == turn.handout.prompt_tokens > 0
+        assert usage.total_tokens == usage.input_tokens + 3
+        *_, last = openai.responses.retrieve(job, stream=True)
+        assert last.response.usage == usage
+    assert openai.responses.cancel(never).usage is None
+
+
 def test_cancel_of_a_completed_job_is_refused(openai: OpenAI, worker: PlayingWorker) -> None:
     """What has ended cannot be cancelled: 400. What never was: 404."""
     with worker.answering("x"):
@@ -151,6 +174,40 @@ def test_live_and_replayed_events_are_identical(
         assert replay(place, job) == live
     for after in (0, 3, len(live) - 2):
         assert replay(other_node, job, after) == live[after + 1 :]
+
+
+@pytest.mark.parametrize("ending", ["completed", "failed", "cancelled"])
+@pytest.mark.parametrize("background", [True, False])
+def test_a_number_after_the_end_is_refused(
+    raw: httpx.Client, worker: PlayingWorker, other_node: ApiProcess, ending: str, background: bool
+) -> None:
+    """Once the response has ended, by naming the last number; at that the stream is empty, and while the response runs
+    any number may still come."""
+    body = {"model": MODEL, "input": "Tell", "stream": True, "background": background}
+    with raw.stream("POST", "/v1/responses", json=body) as answer:
+        events = frames(answer.iter_lines())
+        live = [next(events)]
+        job = live[0]["response"]["id"]
+        turn = worker.take()
+        worker.say(turn, "a", "", "b")
+        url = f"{other_node.base_url}/v1/responses/{job}"
+        query = {"stream": "true", "starting_after": "2000"}
+        with httpx.stream("GET", url, params=query, timeout=20) as running:
+            assert running.status_code == 200
+        if ending == "cancelled":
+            assert raw.post(f"/v1/responses/{job}/cancel").status_code == 200
+        elif ending == "failed":
+            worker.fail(turn, "engine_error")
+        else:
+            worker.finish(turn)
+        live.extend(events)
+    last = live[-1]["sequence_number"]
+    assert replay(other_node, job, last) == []
+    for after in (last + 1, 2000):
+        refused = httpx.get(url, params={"stream": "true", "starting_after": str(after)}, timeout=20)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "starting_after")
+        assert error["message"].endswith(f"its last event has the number {last}.")
 
 
 def test_takeover_shows_no_event(raw: httpx.Client, worker: PlayingWorker) -> None:
@@ -250,13 +307,14 @@ def test_silent_stream_sends_comment_lines(raw: httpx.Client) -> None:
 
 
 def test_sync_wait_that_is_too_long_names_the_job(narrow_node: ApiProcess, worker: PlayingWorker) -> None:
-    """After sync_wait_seconds the caller gets the id and may not resend; the job goes on."""
+    """After sync_wait_seconds the caller gets the id, and how many wait before it, and may not resend; the job goes
+    on."""
     with narrow_node.openai(max_retries=3) as client, pytest.raises(sdk.InternalServerError) as failure:
         client.responses.create(model=MODEL, input="Slow")
     answer = failure.value.response
     assert (answer.status_code, answer.headers["x-should-retry"]) == (504, "false")
     body = answer.json()
-    assert (body["error"]["code"], body["status"]) == ("sync_wait_exceeded", "queued")
+    assert (body["error"]["code"], body["status"], body["queue_position"]) == ("sync_wait_exceeded", "queued", 0)
     assert worker.held == 1
     turn = worker.take()
     worker.say(turn, "done")

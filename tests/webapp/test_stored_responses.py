@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +15,8 @@ from openai import OpenAI
 from pool.store.audit import Audit
 from pool.store.connection import Client
 from pool.store.ids import parse_ref
+from pool.store.jobs import JobStore
+from pool.store.stored_jobs import erase
 from tests.webapp.api_process import ApiProcess
 from tests.webapp.playing_worker import MODEL, PlayingWorker
 
@@ -68,7 +71,7 @@ def test_an_unended_response_is_cancelled_and_deleted(openai: OpenAI, worker: Pl
 def test_who_reads_a_response_that_is_deleted_hears_of_it(
     raw: httpx.Client, worker: PlayingWorker, other_node: ApiProcess
 ) -> None:
-    """A stream says so at its end, and whoever waits for the whole gets an error that is not sent again."""
+    """A stream ends as that of a cancelled job, and so does the wait for the whole."""
     body = {"model": MODEL, "input": "Long"}
     with ThreadPoolExecutor() as pool, other_node.openai() as elsewhere:
         with raw.stream("POST", "/v1/responses", json={**body, "stream": True}) as answer:
@@ -78,9 +81,71 @@ def test_who_reads_a_response_that_is_deleted_hears_of_it(
         waiting = pool.submit(raw.post, "/v1/responses", json=body)
         elsewhere.responses.delete(f"resp_{MODEL}.0_{worker.take().handout.lease.token}")
         whole = waiting.result()
-    assert json.loads(last.removeprefix("data: "))["type"] in ("error", "response.incomplete")
-    assert whole.status_code == 404 or whole.json()["status"] == "cancelled"
+    ending = json.loads(last.removeprefix("data: "))
+    assert (ending["type"], ending["response"]["status"]) == ("response.incomplete", "cancelled")
+    assert (whole.status_code, whole.json()["status"]) == (200, "cancelled")
     assert worker.held == 0
+
+
+class Hintless(JobStore):
+    """Its hints get lost, so readers look only when the record is gone already."""
+
+    def notify(self, token: str, *, watch: str, rank: str) -> None:
+        """Nobody hears of it."""
+
+
+@pytest.fixture
+def vanish(client: Client, worker: PlayingWorker) -> Callable[[str], None]:
+    """Delete the one running job, with this prefix of its id, between two looks of its readers."""
+    store = Hintless(client, result_ttl_ms=60_000, pending_per_model=5)
+
+    def delete(prefix: str) -> None:
+        turn = worker.take()
+        worker.say(turn, "some", "more")
+        erase(client, store, parse_ref(f"{prefix}_{MODEL}.0_{turn.handout.lease.token}"))
+
+    return delete
+
+
+def test_a_stream_whose_job_vanishes_ends_as_a_cancelled_one(raw: httpx.Client, vanish: Callable[[str], None]) -> None:
+    """All numbers once and in order, the text that was shown in the last event, which tells the status."""
+    with raw.stream("POST", "/v1/responses", json={"model": MODEL, "input": "Long", "stream": True}) as answer:
+        vanish("resp")
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    final = events[-1]
+    assert (final["type"], final["response"]["status"]) == ("response.incomplete", "cancelled")
+    shown = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    assert [item["content"][0]["text"] for item in final["response"]["output"]] == ([shown] if shown else [])
+
+
+def test_chunks_whose_job_vanishes_end_as_cancelled_ones(raw: httpx.Client, vanish: Callable[[str], None]) -> None:
+    """An error in band, then the end."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
+    with raw.stream("POST", "/v1/chat/completions", json=body) as answer:
+        vanish("chatcmpl")
+        *_, error, done = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+    assert (json.loads(error)["error"]["code"], done) == ("cancelled", "[DONE]")
+
+
+@pytest.mark.parametrize(
+    ("route", "prefix", "fields", "status"),
+    [
+        ("/v1/responses", "resp", {"input": "x"}, 200),
+        ("/v1/chat/completions", "chatcmpl", {"messages": [{"role": "user", "content": "x"}]}, 409),
+        ("/v1/completions", "cmpl", {"prompt": "x"}, 409),
+    ],
+)
+def test_a_wait_whose_job_vanishes_ends_as_a_cancelled_one(
+    raw: httpx.Client, vanish: Callable[[str], None], route: str, prefix: str, fields: dict[str, Any], status: int
+) -> None:
+    """As if it had been cancelled and not deleted."""
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(raw.post, route, json={"model": MODEL, **fields})
+        vanish(prefix)
+        answer = waiting.result()
+    assert answer.status_code == status
+    assert (answer.json()["status"] if status == 200 else answer.json()["error"]["code"]) == "cancelled"
 
 
 def test_a_resend_does_not_bring_back_what_was_deleted(raw: httpx.Client, worker: PlayingWorker) -> None:
@@ -199,15 +264,19 @@ def test_what_cannot_be_continued_is_refused_by_name(
 ) -> None:
     """Unknown, deleted or expired: 404. Not completed, not stored, or of several choices: 400. Nothing is queued."""
 
+    messages: list[str] = []
+
     def refusal(previous: str) -> tuple[int, str]:
         answer = raw.post("/v1/responses", json={"model": MODEL, "input": "x", "previous_response_id": previous})
         error = answer.json()["error"]
+        messages.append(error["message"])
         assert (answer.status_code == 404) == (error["code"] == "previous_response_not_found")
         return answer.status_code, error["param"]
 
     running = openai.responses.create(model=MODEL, input="Long", background=True).id
     turn = worker.take()
     assert refusal(running) == (400, "previous_response_id")
+    assert messages == ["The previous response is running; only a completed or an incomplete one goes on."]
     worker.finish(turn)
     with worker.answering("x"):
         chat = openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], n=2).id

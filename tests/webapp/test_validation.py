@@ -4,17 +4,21 @@ stored."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from flask import Flask
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
+from pool.store.ranks import Card
 from pool.store.server import StateServer
 from tests.webapp.conftest import settings_for
 from tests.webapp.playing_worker import CONTEXT_LENGTH, MODEL, PlayingWorker
 from webapp.app import create_app
+from workers.engines.tiny import tiny_vocabulary
 
 #: A worker has published the model, so everything is checked before queueing.
 pytestmark = pytest.mark.usefixtures("worker")
@@ -54,6 +58,12 @@ NUMBERS = [
     *(("temperature", v) for v in (float("nan"), float("inf"), -1, -1e-9, 2.1, "0", True)),
     *(("top_p", v) for v in (float("nan"), 0, -1, 1.1, "1", False)),
     *(("top_k", v) for v in (-1, 2**31, 1.0, "1", True)),
+    *(("min_p", v) for v in (-0.1, 1.1, "0", True)),
+    *((f"{kind}_penalty", v) for kind in ("presence", "frequency") for v in (-2.1, 2.1, "1", True, float("nan"))),
+    *(("repetition_penalty", v) for v in (0, -1, 101, "1", True)),
+    *(("logit_bias", v) for v in ([], 5, {"x": 1}, {"-1": 1}, {"01": 1}, {"5": 101}, {"5": "1"}, {"5": None})),
+    *(("stop_token_ids", v) for v in (5, [-1], ["5"], [True], [2**31], [5] * 65)),
+    *(("top_logprobs", v) for v in (-1, 21, "1", True, 1.0)),
     *(("seed", v) for v in (-1, 2**63, 2**64, "x", 1.5, True)),
     *(("min_tokens", v) for v in (-1, "1", True, 2**40)),
     *(("stop", v) for v in ("", [""], ["a"] * 5, "x" * 257, 5, [5], {"a": 1})),
@@ -73,7 +83,7 @@ def test_wrong_values_name_their_field(
     """Wrong types, non-finite and out-of-range values: 400 with `param`; nothing is stored."""
     name = "max_output_tokens" if (route, field) == (RESPONSES, "max_tokens") else field
     error = error_of(post(http, route, **{name: value}))
-    assert error["param"].split("[")[0] == name
+    assert re.split(r"[.\[]", error["param"])[0] == name
     assert error["type"] == "invalid_request_error"
     assert worker.held == 0
 
@@ -98,12 +108,10 @@ UNSUPPORTED = {
         "tools": [{"type": "function", "name": "f"}],
         "tool_choice": "required",
         "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}},
-        "top_logprobs": 2,
         "conversation": "conv_1",
-        "include": ["message.output_text.logprobs"],
+        "include": ["reasoning.encrypted_content"],
         "reasoning": {"effort": "low"},
         "truncation": "auto",
-        "frequency_penalty": 0.5,
         "lane": "batch",
         "fairness_key": "a",
         "prompt": {"id": "p"},
@@ -115,11 +123,8 @@ UNSUPPORTED = {
         "tool_choice": {"type": "function", "function": {"name": "f"}},
         "functions": [{"name": "f"}],
         "response_format": {"type": "json_object"},
-        "logprobs": True,
-        "top_logprobs": 1,
-        "logit_bias": {"5": 1},
-        "frequency_penalty": -1,
-        "presence_penalty": 0.1,
+        "best_of": 2,
+        "echo": True,
         "modalities": ["text", "audio"],
         "audio": {"voice": "x", "format": "wav"},
         "prediction": {"type": "content", "content": "x"},
@@ -173,6 +178,63 @@ def test_neutral_means_exactly_neutral(http: FlaskClient, route: str) -> None:
     """`false` is not the number 0."""
     assert error_of(post(http, route, frequency_penalty=False))["param"] == "frequency_penalty"
     assert error_of(post(http, route, top_logprobs=False))["param"] == "top_logprobs"
+
+
+def test_bias_names_the_id_and_the_limit(http: FlaskClient, route: str = CHAT) -> None:
+    """Of a bound that is broken, and of an id that the model does not have."""
+    error = error_of(post(http, route, logit_bias={"5": 1, "17": -100.5}))
+    assert error["param"] == "logit_bias[17]"
+    assert "-100" in error["message"]
+    for field, value in (("logit_bias", {"5": 1, "512": 1}), ("stop_token_ids", [5, 512])):
+        error = error_of(post(http, route, **{field: value}))
+        assert error["param"] == field
+        assert "512" in error["message"]
+        assert "511" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        (CHAT, {"top_logprobs": 1}, "top_logprobs"),
+        (CHAT, {"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+        (CHAT, {"logprobs": 1}, "logprobs"),
+        (RESPONSES, {"top_logprobs": 1}, "top_logprobs"),
+        (RESPONSES, {"include": "message.output_text.logprobs"}, "include"),
+        (RESPONSES, {"include": [5]}, "include[0]"),
+        (RESPONSES, {"logprobs": True}, "logprobs"),
+    ],
+)
+def test_logprobs_are_asked_for_as_the_route_has_it(
+    http: FlaskClient, worker: PlayingWorker, route: str, fields: dict[str, Any], param: str
+) -> None:
+    """Alternatives alone, or another route's way, are refused."""
+    assert error_of(post(http, route, **fields))["param"] == param
+    assert worker.held == 0
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("field", ["grammar", "guided_json", "structured_outputs", "bad_words", "typical_p"])
+def test_options_of_other_servers_are_refused_by_name(http: FlaskClient, route: str, field: str) -> None:
+    """None is ignored."""
+    error = error_of(post(http, route, **{field: "x"}))
+    assert error["param"] == field
+    assert field in error["message"]
+
+
+def test_what_the_models_engine_lacks_is_refused_by_name(make_app: Callable[..., Flask], worker: PlayingWorker) -> None:
+    """As its card says, before queueing, with the field that this route has for it."""
+    blob = tiny_vocabulary().to_blob()
+    worker.registry.publish(Card(CONTEXT_LENGTH, CONTEXT_LENGTH, "without", blob, logprobs=False, seed=False))
+    http = make_app().test_client()
+    for route, fields, param in (
+        (CHAT, {"logprobs": True}, "logprobs"),
+        (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"),
+        (CHAT, {"seed": 1}, "seed"),
+    ):
+        error = error_of(post(http, route, **fields))
+        assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+        assert "engine" in error["message"]
+    assert worker.held == 0
 
 
 @pytest.mark.parametrize("route", ROUTES)

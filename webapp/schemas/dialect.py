@@ -18,8 +18,13 @@ from tasks.payloads import (
     MAX_SEED,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
     MAX_TOKENS_LIMIT,
+    LogitBias,
+    Penalty,
+    RepetitionPenalty,
     Sampling,
+    TokenId,
     encodable,
 )
 from webapp.bodies import shown
@@ -83,8 +88,14 @@ class Generation(Schema):
     temperature: float = Field(default=1.0, ge=0.0, le=2.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0, le=2**31 - 1)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias = Field(default_factory=dict)
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     stop: Stop = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS_LIMIT)
     parallel_tool_calls: bool = True
@@ -101,16 +112,31 @@ class Generation(Schema):
         }
         return {name: max(1, round(seconds * 1000)) for name, seconds in named.items() if seconds is not None}
 
+    @property
+    def alternatives(self) -> int | None:
+        """Of how many of the likeliest tokens the log-probabilities are told with each drawn one's; None: of none, nor
+        its own. A route says which of its fields ask for that."""
+        return None
+
     def sampling(self) -> Sampling:
         """The sampling part of the request."""
+        alternatives = self.alternatives
         return Sampling(
             temperature=float(self.temperature),
             top_p=float(self.top_p),
             top_k=self.top_k,
+            min_p=float(self.min_p),
+            repetition_penalty=float(self.repetition_penalty),
+            presence_penalty=float(self.presence_penalty),
+            frequency_penalty=float(self.frequency_penalty),
+            logit_bias=self.logit_bias,
             seed=self.seed,
             stop=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
+            logprobs=alternatives is not None,
+            top_logprobs=alternatives or 0,
         )
 
     def check_min_tokens(self, max_tokens: int | None) -> None:
@@ -149,11 +175,6 @@ def never(value: Any) -> bool:  # noqa: ARG001 - one signature for all
 UNSUPPORTED: Mapping[str, Neutral] = {
     "tools": empty,
     "tool_choice": only("auto", "none"),
-    "logit_bias": empty,
-    "top_logprobs": zero,
-    "frequency_penalty": zero,
-    "presence_penalty": zero,
-    "repetition_penalty": only(1, 1.0),
     "service_tier": only("auto", "default"),
     "moderation": never,
     "prompt_cache_key": never,

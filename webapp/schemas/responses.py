@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from pool.errors import InvalidRequest
-from tasks.payloads import ChatPrompt, GenerationRequest, Message
+from tasks.payloads import MAX_TOP_LOGPROBS, ChatPrompt, GenerationRequest, Message
 from webapp.bodies import shown
 from webapp.schemas.dialect import (
     UNSUPPORTED,
@@ -24,6 +24,9 @@ from webapp.schemas.dialect import (
     validated,
     without_unsupported,
 )
+
+#: What `include` may ask for.
+LOGPROBS = "message.output_text.logprobs"
 
 
 class InputPart(Schema):
@@ -71,6 +74,13 @@ class ResponsesRequest(Generation):
     max_output_tokens: Tokens | None = None
     background: bool = False
     previous_response_id: Identifier | None = None
+    include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list, max_length=1)
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def alternatives(self) -> int | None:
+        """`include` asks for them, `top_logprobs` for more of them."""
+        return self.top_logprobs if self.include else None
 
     def generation(self, earlier: Sequence[Message] = ()) -> GenerationRequest:
         """The request as workers know it; `earlier`: the conversation before its input.
@@ -78,6 +88,8 @@ class ResponsesRequest(Generation):
         Raises InvalidRequest for fields that contradict each other.
         """
         self.check_min_tokens(self.max_output_tokens)
+        if self.top_logprobs and not self.include:
+            raise InvalidRequest(f"top_logprobs is only allowed when include holds {LOGPROBS}.", param="top_logprobs")
         turns = [Message(role="system", content=self.instructions)] if self.instructions else []
         turns.extend(earlier)
         if isinstance(self.input, str):
@@ -104,6 +116,7 @@ class ResponsesRequest(Generation):
             "top_p": self.top_p,
             "max_output_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "top_logprobs": self.top_logprobs,
             "previous_response_id": self.previous_response_id,
         }
 
@@ -120,7 +133,6 @@ UNSUPPORTED_HERE: Mapping[str, Neutral] = {
     **UNSUPPORTED,
     "text": _plain_text,
     "conversation": never,
-    "include": empty,
     "reasoning": empty,
     "prompt": never,
     "truncation": only("disabled"),
@@ -140,7 +152,7 @@ def _anything(value: Any) -> bool:  # noqa: ARG001 - one signature for all
 
 
 _IGNORED_IN_ITEMS: Mapping[str, Neutral] = {"id": _anything, "status": _anything, "phase": _anything}
-_IGNORED_IN_PARTS: Mapping[str, Neutral] = {"annotations": empty, "logprobs": empty}
+_IGNORED_IN_PARTS: Mapping[str, Neutral] = {"annotations": empty, "logprobs": _anything}
 _KNOWN_IN_ITEMS = frozenset(InputItem.model_fields)
 _KNOWN_IN_PARTS = frozenset(InputPart.model_fields)
 
@@ -148,6 +160,10 @@ _KNOWN_IN_PARTS = frozenset(InputPart.model_fields)
 def responses_request(body: Mapping[str, Any]) -> ResponsesRequest:
     """The body as a ResponsesRequest. Raises InvalidRequest."""
     kept = without_unsupported(body, _KNOWN, UNSUPPORTED_HERE)
+    for item in included if isinstance(included := kept.get("include"), list) else ():
+        if isinstance(item, str) and item != LOGPROBS:
+            message = f"include: {shown(item)} is not supported; {LOGPROBS} is."
+            raise InvalidRequest(message, param="include", code="unsupported_parameter")
     if isinstance(items := kept.get("input"), list):
         kept["input"] = [_item(item, f"input[{index}].") for index, item in enumerate(items)]
     return validated(ResponsesRequest, kept)
@@ -180,7 +196,12 @@ class ReplayQuery(Schema):
     """The query of GET /v1/responses/{id}."""
 
     stream: bool = False
-    starting_after: int | None = Field(default=None, ge=0, le=MAX_SEQUENCE_NUMBER)
+    starting_after: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_SEQUENCE_NUMBER,
+        description="The last number seen. Of a response that has ended: at most its last event's, else 400.",
+    )
     include_obfuscation: Literal[False] = False
 
 

@@ -15,12 +15,12 @@
 --   or it has waited for that long enough
 -- INCLUDE clock
 -- FLAGS allow-oom
--- RETURN {"ok", attempt, alone, options, prompt, input, n, seed, tokens, watch, task_id, created_ms, celery}
---   | {"alone"} | {"dropped"} | {"not-owner"} | {"leased"}; input only where the prompt is not tokenized yet; where both
---   lie in blocks, these follow: blocks, prompt_blocks, tenant
+-- RETURN {"ok", attempt, alone, options, prompt, input, n, seed, tokens, watch, task_id, created_ms, celery,
+--   tenant} | {"alone"} | {"dropped"} | {"not-owner"} | {"leased"}; input only where the prompt is not tokenized yet; where
+--   both lie in blocks, these follow: blocks, prompt_blocks
 local seen = redis.call('HMGET', job, 'state', 'entry', 'crashes', 'attempt', 'nonce', 'started_ms', 'run_timeout_ms',
   'options', 'prompt', 'n', 'seed', 'tokens', 'watch', 'task_id', 'created_ms', 'celery', 'blocks', 'suspect', 'begun_tokens',
-  'run_left_ms')
+  'run_left_ms', 'tenant')
 if seen[2] ~= entry or (seen[1] ~= 'queued' and seen[1] ~= 'running') then
   redis.call('XACK', queue, 'workers', entry)
   redis.call('XDEL', queue, entry)
@@ -49,8 +49,6 @@ end
 redis.call('ZADD', leases, at_ms + lease, token)
 local input = seen[9] == '' and redis.call('HGET', job, 'input') or ''
 local reply = {'ok', attempt, needed > 0 and 1 or 0, seen[8], seen[9], input, unpack(seen, 10, 16)}
-if seen[17] then
-  reply[14] = seen[17]
-  reply[15], reply[16] = unpack(redis.call('HMGET', job, 'prompt_blocks', 'tenant'))
-end
+reply[14] = seen[21]
+if seen[17] then reply[15], reply[16] = seen[17], redis.call('HGET', job, 'prompt_blocks') end
 return reply
