@@ -63,7 +63,8 @@ def wide() -> Engine:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_path: Path) -> Iterator[Engine]:
-    engine = load_engine(SMOLLM2, ModelSettings(source=SMOLLM2), weights=smollm2_path)
+    settings = ModelSettings(source=SMOLLM2, kv_budget_bytes=256 * 2**20)
+    engine = load_engine(SMOLLM2, settings, weights=smollm2_path)
     yield engine
     engine.close()
 

@@ -199,24 +199,32 @@ def test_a_session_gets_all_the_room_it_may_need() -> None:
 
 
 def test_blocks_lie_in_a_row_where_they_can() -> None:
-    """A table's blocks follow each other, and what it began with, as far as free ones do."""
+    """The first row of free ones that is long enough; pieces where none is."""
     pool = pool_of(12)
-    for key in ("a", "b", "c"):
-        run(pool, key, key, positions=12)
-    assert [list(pool.table(key)) for key in ("a", "b", "c")] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    finish(pool, "b")
-    run(pool, "d", "d", positions=12)
-    assert list(pool.table("d")) == [3, 4, 5]
-    finish(pool, "d")
-    assert pool.extend("a", 24)
-    assert list(pool.table("a")) == [0, 1, 2, 3, 4, 5]
+    for key, blocks in (("a", 1), ("b", 1), ("c", 3), ("d", 1), ("e", 4)):
+        run(pool, key, key, positions=4 * blocks)
+    for key in ("a", "c"):
+        finish(pool, key)
+    run(pool, "f", "f", positions=12)
+    assert list(pool.table("f")) == [2, 3, 4], "not 0"
+    run(pool, "g", "g", positions=8)
+    assert list(pool.table("g")) == [10, 11], "not 0"
+    finish(pool, "f")
+    run(pool, "h", "h", positions=16)
+    assert list(pool.table("h")) == [0, 2, 3, 4]
+
+
+def test_a_table_goes_on_behind_its_last_block() -> None:
+    """Where that is free: what is added to a session, or to what it begins with, even if there is a row before."""
+    pool = pool_of(12)
+    run(pool, "a", "a", positions=12)
+    run(pool, "b", "bbbb.", positions=8)
     finish(pool, "a")
-    finish(pool, "c")
-    run(pool, "e", "e", positions=8)
-    run(pool, "f", "f", positions=28)
-    finish(pool, "e")
-    run(pool, "g", "g", positions=20)
-    assert sorted(pool.table("g")) == [0, 1, 9, 10, 11], "in pieces, where no row is long enough"
+    assert pool.extend("b", 16)
+    assert list(pool.table("b")) == [3, 4, 5, 6]
+    finish(pool, "b")
+    run(pool, "c", "bbbb.", positions=12)
+    assert list(pool.table("c")) == [3, 4, 5]
 
 
 def test_a_refusal_changes_nothing() -> None:

@@ -28,7 +28,7 @@ Indices = npt.NDArray[np.int64]
 #: Positions of a page: a multiple of the prefill grid.
 KV_PAGE = 64
 
-#: Pages are copied for one common call while a stretch that saves a call has at most so many bytes.
+#: Pages are copied for one common call while a stretch that saves a call has at most so many bytes (measured).
 _GATHERED_BYTES = 32 * 2**10
 
 #: Scores computed at a time for the blocks of a prompt: what stays in a core's cache.
