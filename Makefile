@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-.PHONY: help run test test-clients fuzz test-redis7 cancels idle faults-long lint chaos chaos-long recovery clean
+.PHONY: help run test llama test-clients fuzz test-redis7 cancels idle faults-long lint chaos chaos-long recovery clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,7 +18,10 @@ run: $(STAMP) ## Fetch the model, then serve it on PORT (8000).
 	$(BIN)/genpool models pull
 	@exec $(BIN)/genpool up --port $(PORT)
 
-test: lint ## Lint, then run all tests.
+llama: $(STAMP) ## Build llama.cpp, once for this machine (minutes; needs a C++ compiler), and install it.
+	@$(BIN)/python tools/build_llama.py
+
+test: lint llama ## Lint, then run all tests.
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 cancels: $(STAMP) ## Leave 1,000 generations at random moments; nothing may be left of them (SEED=N replays).

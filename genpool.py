@@ -37,7 +37,7 @@ from tasks.queues import as_json as queues_as_json
 from tasks.rerun import audit_texts
 from tasks.supervisor import Supervisor
 from tasks.urls import masked
-from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_weights, weights_fault
+from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_weights, known_source, weights_fault
 
 
 class _Group(click.Group):
@@ -398,9 +398,10 @@ def list_models() -> None:
     """List the catalogue: name, source, cached, size, licence, enabled."""
     rows: list[tuple[str, ...]] = []
     for name, model in load_settings().models.items():
-        known = SOURCES.get(model.source)
+        known = known_source(model.source)
         path = cached_path(model.source)
-        size_bytes = known.size_bytes if known else path.stat().st_size if path else None
+        published = SOURCES.get(model.source)
+        size_bytes = published.size_bytes if published else path.stat().st_size if path else None
         rows.append(
             (
                 name,

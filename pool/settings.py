@@ -180,9 +180,13 @@ ModelName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$
 class ModelSettings(Section):
     """`[models.NAME]`: one catalogue entry."""
 
-    backend: Literal["numpy"] = Field(default="numpy", description="The engine that runs the model.")
+    backend: Literal["numpy", "llama_cpp"] = Field(
+        default="numpy",
+        description="The engine that runs the model. `llama_cpp` needs the extra `llama` (`make llama`).",
+    )
     source: str = Field(
         description="Where the weights come from: `smollm2-135m-instruct` (fetched into the model cache), "
+        "`smollm2-135m-instruct:q4_0` (made of it, also `q4_1` and `q8_0`; needs the extra `llama`), "
         "`random:SEED` (a tiny model generated in code, for tests), or the path of a GGUF file.",
         min_length=1,
     )
@@ -226,6 +230,23 @@ class ModelSettings(Section):
         le=65_536,
         description="Choices that wait inside a replica for a slot. 0: no waiting room. Jobs that find none go back to "
         "the queue.",
+    )
+    kept_prefixes: int = Field(
+        default=2,
+        ge=0,
+        le=1024,
+        description="`llama_cpp`: sequences beside those of `target_inflight`, in which KV stays for later prompts "
+        "that begin alike. All have equal shares of `kv_budget_bytes`, which is allocated at start.",
+    )
+    flash_attention: bool = Field(
+        default=False,
+        description="`llama_cpp`: a faster attention whose last bits depend on threads and on the rest of the batch.",
+    )
+    gpu_layers: int = Field(
+        default=0,
+        ge=0,
+        le=10_000,
+        description="`llama_cpp`: layers that run on a GPU, where llama.cpp was built for one.",
     )
     max_batch_size: int = Field(default=8, ge=1, le=1024, description="Sessions decoded in one step.")
     max_prefill_tokens_per_tick: int = Field(

@@ -76,13 +76,15 @@ class WaitingPlaces:
 
 @dataclass
 class Node:
-    """One API process. `stopping` tells whether it was asked to end; gunicorn's worker answers that."""
+    """One API process. `stopping` tells whether it was asked to end; gunicorn's worker answers that, and tells
+    `on_raw_answer` the status of each answer that it gave without the application."""
 
     services: Services
     waits: Waits
     places: WaitingPlaces
     maintenance: Maintenance
     stopping: Callable[[], bool] = field(default=lambda: False)
+    on_raw_answer: OnCount = no_count
 
     @property
     def settings(self) -> Settings:

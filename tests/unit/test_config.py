@@ -133,7 +133,7 @@ def test_a_shipped_model_can_be_changed_in_single_fields(load: Any) -> None:
 def test_a_new_model_stands_beside_the_shipped_ones(load: Any) -> None:
     """A table with a source of its own adds a model."""
     models = load('[models."tiny-1.5"]\nsource = "random:1"').settings.models
-    assert set(models) == {SHIPPED, "tiny-1.5"}
+    assert set(models) == {*SHIPPED_MODELS, "tiny-1.5"}
     assert models["tiny-1.5"].target_inflight == 1
 
 

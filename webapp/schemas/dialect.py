@@ -7,6 +7,7 @@ unless at a neutral value, and the rest is validated by a pydantic model. `null`
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -41,8 +42,9 @@ class Schema(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
-def _printable(text: str) -> str:
-    if not text.isprintable():
+def _without_controls(text: str) -> str:
+    """Letters of any script may need what is not printable by itself: a no-break space, a zero-width joiner."""
+    if any(unicodedata.category(letter) == "Cc" for letter in text):
         raise ValueError("must not contain control characters")
     return text
 
@@ -55,9 +57,12 @@ def _listed(value: Any) -> Any:
 _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 Text = Annotated[str, AfterValidator(encodable)]
-Identifier = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable), AfterValidator(_printable)]
+#: A caller's own word, kept and shown as it came; "" is one, as in the public API: it says nothing, and breaks nothing.
+Label = Annotated[str, Field(max_length=256), AfterValidator(encodable), AfterValidator(_without_controls)]
+#: A word that stands for something here.
+Identifier = Annotated[Label, Field(min_length=1)]
 ModelName = Annotated[
-    str, Field(min_length=1, max_length=MAX_MODEL_CHARS), AfterValidator(encodable), AfterValidator(_printable)
+    str, Field(min_length=1, max_length=MAX_MODEL_CHARS), AfterValidator(encodable), AfterValidator(_without_controls)
 ]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
 Seconds = Annotated[float, Field(gt=0, le=604_800)]
@@ -83,8 +88,8 @@ class Generation(Schema):
     stream: bool = False
     store: bool = True
     metadata: Metadata = Field(default_factory=dict)
-    user: Identifier | None = None
-    safety_identifier: Identifier | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
     temperature: float = Field(default=1.0, ge=0.0, le=2.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0, le=2**31 - 1)
@@ -159,6 +164,11 @@ def only(*values: Any) -> Neutral:
 def empty(value: Any) -> bool:
     """Neutral when empty, or an object of nothing but nulls."""
     return value == [] or (isinstance(value, dict) and all(item is None for item in value.values()))
+
+
+def blank(value: Any) -> bool:
+    """Neutral when it is no word at all, as in a query."""
+    return bool(value == "")
 
 
 def zero(value: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
+from werkzeug.datastructures import MultiDict
 
 from pool.errors import InvalidRequest
 from tasks.payloads import MAX_TOP_LOGPROBS, ChatPrompt, GenerationRequest, Message
@@ -18,6 +19,7 @@ from webapp.schemas.dialect import (
     Schema,
     Text,
     Tokens,
+    blank,
     empty,
     never,
     only,
@@ -205,18 +207,29 @@ class ReplayQuery(Schema):
     include_obfuscation: Literal[False] = False
 
 
-def replay_query(query: Mapping[str, str]) -> int | None:
+#: Options of queries that genpool lacks: there is nothing to include, and a page goes on from its last item.
+_UNSUPPORTED_IN_QUERIES: Mapping[str, Neutral] = {"include": blank, "include[]": blank, "before": blank}
+_UNSUPPORTED_IN_REPLAYS: Mapping[str, Neutral] = {
+    **{name: _UNSUPPORTED_IN_QUERIES[name] for name in ("include", "include[]")},
+    "include_obfuscation": only("false"),
+}
+_KNOWN_IN_REPLAYS = frozenset({"stream", "starting_after"})
+
+
+def _once(query: MultiDict[str, str]) -> Mapping[str, str]:
+    """The query's parameters. Raises InvalidRequest for one that is given twice: readers of it may take either."""
+    for name, values in query.lists():
+        if len(values) > 1:
+            raise InvalidRequest(f"{shown(name)} is given more than once.", param=shown(name))
+    return query.to_dict()
+
+
+def replay_query(args: MultiDict[str, str]) -> int | None:
     """The query of GET /v1/responses/{id}: None for a poll, else the sequence number after which to replay (-1: all).
 
     Raises InvalidRequest.
     """
-    for name in query:
-        if name not in ("stream", "starting_after", "include_obfuscation"):
-            raise InvalidRequest(f"Unknown parameter: {shown(name)}.", param=shown(name), code="unknown_parameter")
-    if query.get("include_obfuscation", "false") != "false":
-        raise InvalidRequest(
-            "include_obfuscation is not supported.", param="include_obfuscation", code="unsupported_parameter"
-        )
+    query = without_unsupported(_once(args), _KNOWN_IN_REPLAYS, _UNSUPPORTED_IN_REPLAYS)
     stream = query.get("stream", "false")
     if stream not in ("true", "false"):
         raise InvalidRequest("stream must be true or false.", param="stream")
@@ -246,9 +259,9 @@ class ItemsQuery(Schema):
 _KNOWN_IN_ITEMS_QUERY = frozenset(ItemsQuery.model_fields)
 
 
-def items_query(query: Mapping[str, str]) -> ItemsQuery:
+def items_query(args: MultiDict[str, str]) -> ItemsQuery:
     """The query as an ItemsQuery. Raises InvalidRequest."""
-    given: dict[str, Any] = without_unsupported(query, _KNOWN_IN_ITEMS_QUERY, {"include": never, "include[]": never})
+    given: dict[str, Any] = without_unsupported(_once(args), _KNOWN_IN_ITEMS_QUERY, _UNSUPPORTED_IN_QUERIES)
     if (limit := given.get("limit", "")).isascii() and limit.isdigit() and len(limit) <= len(str(MAX_ITEMS)):
         given["limit"] = int(limit)
     return validated(ItemsQuery, given)

@@ -11,13 +11,14 @@ from pool.errors import ConfigurationError
 from pool.settings import ModelSettings
 from tasks.ports import Engine
 from workers.engines.gguf_model import read_gguf
+from workers.engines.llama_cpp_model import load_llama_cpp
 from workers.engines.numpy_llama import NumpyLlama
 from workers.engines.tiny import tiny_llama
 
 #: Threads of an engine whose settings name no number, where there are as many cores.
 MAX_DEFAULT_THREADS = 4
 
-_RANDOM = re.compile(r"random:(\d{1,9})")
+_RANDOM = re.compile(r"random:([0-9]{1,9})")
 
 
 def is_random(source: str) -> bool:
@@ -42,8 +43,12 @@ def _cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def _threads(settings: ModelSettings) -> int:
+    return settings.threads or min(MAX_DEFAULT_THREADS, _cores())
+
+
 def _load_numpy(name: str, settings: ModelSettings, weights: Path | None) -> Engine:
-    threads = settings.threads or min(MAX_DEFAULT_THREADS, _cores())
+    threads = _threads(settings)
     if is_random(settings.source):
         seed = _RANDOM.fullmatch(settings.source)
         if seed is None:
@@ -56,5 +61,16 @@ def _load_numpy(name: str, settings: ModelSettings, weights: Path | None) -> Eng
     return NumpyLlama(*read_gguf(weights), threads=threads, kv_bytes=settings.kv_budget_bytes)
 
 
+def _load_llama_cpp(name: str, settings: ModelSettings, weights: Path | None) -> Engine:
+    if weights is None:
+        raise ConfigurationError(
+            f"Model {name}: llama.cpp runs GGUF files; {settings.source} is for the backend numpy.", param="source"
+        )
+    return load_llama_cpp(name, settings, weights, threads=_threads(settings))
+
+
 #: How each backend of the settings is loaded. A program may put its own in before it starts a worker in its process.
-BACKENDS: dict[str, Callable[[str, ModelSettings, Path | None], Engine]] = {"numpy": _load_numpy}
+BACKENDS: dict[str, Callable[[str, ModelSettings, Path | None], Engine]] = {
+    "numpy": _load_numpy,
+    "llama_cpp": _load_llama_cpp,
+}

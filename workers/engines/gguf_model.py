@@ -53,7 +53,7 @@ _LAYER_TENSORS = {
 def read_gguf(path: Path) -> tuple[LlamaWeights, Vocabulary]:
     """Everything of one model. Raises ConfigurationError for a file this engine cannot run."""
     with ThreadPoolExecutor(max_workers=1) as hashing:
-        digest = hashing.submit(_sha256, path)
+        digest = hashing.submit(sha256, path)
         file = open_gguf(path)
         metadata = _Metadata(path, file.metadata)
         vocabulary = Vocabulary(_vocabulary_data(metadata))
@@ -66,6 +66,18 @@ def read_gguf(path: Path) -> tuple[LlamaWeights, Vocabulary]:
         head = in_panels(weights.take("output.weight", table.shape) if untied else table)
         weights.refuse_rest()
         return LlamaWeights(config, layers, final_norm, head, table if untied else None, digest.result()), vocabulary
+
+
+def read_vocabulary(path: Path) -> tuple[Vocabulary, Mapping[str, Any]]:
+    """Tokenizer and chat template of a model for any engine, and the file's keys. Raises ConfigurationError."""
+    file = open_gguf(path)
+    return Vocabulary(_vocabulary_data(_Metadata(path, file.metadata))), file.metadata
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Metadata:
@@ -120,11 +132,6 @@ class _Tensors:
             raise ConfigurationError(
                 f"{self._path.name} has tensors that the numpy engine does not know: {names}.", param="source"
             )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _config(metadata: _Metadata, vocabulary_size: int) -> LlamaConfig:

@@ -1,0 +1,292 @@
+"""KV in slots: which session runs in which, what is kept in others, what is given up for room. The engine copies.
+
+A *slot* is room for a fixed number of positions, in order from 0; an engine that can share nothing but whole sequences
+(llama.cpp with a partitioned KV) has one for each. Every slot is one of these:
+
+| a slot is | when |
+|---|---|
+| live | a session runs in it |
+| kept | its session has ended, and a later one may begin with what it holds; given up for room, longest unused first |
+| pinned | kept, and a holder (a Program between two requests) was promised that it stays |
+| free | there is nothing in it that anybody can ask for |
+
+A session begins with the longest common prefix of its prompt and of what is kept, or prefilled by a session that still
+runs; what it begins with is copied, unless nobody needs the original any more. Only sessions of the same *scope* (a
+tenant) begin with each other's KV.
+
+**Live slots come first.** llama.cpp multiplies the rows of several sequences together only when their numbers follow
+each other, so a new session takes the lowest slot that is not live, `condense` closes gaps, and what is kept makes way
+by changing places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from pool.rules.kv_blocks import IntegrityError
+
+TokenIds = npt.NDArray[np.int32]
+#: A session, by its id and epoch.
+Key = tuple[str, int]
+
+#: Copying a position costs at most a sixteenth of computing it (measured: 0.03 to 0.09 ms against 1.4 ms), and all of a
+#: source is copied, whatever the part that is in common. So a copy pays when at least this share is in common.
+WORTH_SHARE = 16
+#: Less is neither copied, which has a fixed cost about that of a decode row, nor kept.
+WORTH_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """The contents of two slots change places; either may be free."""
+
+    first: int
+    second: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a new session runs. What the engine does, in this order: `swaps`; copy all of the slot `source` to `slot`
+    (None: no copy); cut `slot` to its first `held` positions, those the session begins with."""
+
+    slot: int
+    held: int
+    swaps: tuple[Swap, ...] = ()
+    source: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotUsage:
+    """In slots; `cached_tokens`: positions that are kept and not pinned."""
+
+    total: int
+    live: int
+    pinned: int
+    kept: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class _Content:
+    """What a slot holds. `tokens` (T,): those known of it, positions 0 .. T - 1; the first `findable` are computed, so
+    that others may begin with them. `session`: the live one; `used`: when it was last asked for, a running number."""
+
+    scope: str
+    tokens: TokenIds
+    findable: int = 0
+    session: Key | None = None
+    used: int = 0
+
+
+@dataclass
+class SlotPool:
+    """The books of `total` slots of `slot_tokens` positions each. A session begins with a multiple of
+    `grid` positions."""
+
+    total: int
+    slot_tokens: int
+    grid: int = 1
+    evictions: int = 0
+    _contents: dict[int, _Content] = field(default_factory=dict)
+    _slots: dict[Key, int] = field(default_factory=dict)
+    _pins: dict[str, int] = field(default_factory=dict)
+    _clock: int = 0
+
+    def resident(self, prompt: TokenIds, scope: str) -> int:
+        """How many positions a session of this prompt would begin with."""
+        return self._best(prompt, scope)[1]
+
+    def begin(self, key: Key, prompt: TokenIds, positions: int, scope: str = "") -> Placement | None:
+        """Give a new session a slot; it begins with whatever of `prompt` (P,) is here, less than P positions.
+
+        None, and nothing happens: every slot is live or pinned, or none is long enough.
+        """
+        if key in self._slots:
+            raise IntegrityError(f"{key} has begun already")
+        slot = self._lowest()
+        if slot is None or positions > self.slot_tokens:
+            return None
+        source, held = self._best(prompt, scope)
+        room = self._make_room(slot, source)
+        if room is None:
+            return None
+        swaps, source = room
+        self._clock += 1
+        if source is not None:
+            self._contents[source].used = self._clock
+        self._contents[slot] = _Content(scope, prompt.copy(), held, key, self._clock)
+        self._slots[key] = slot
+        return Placement(slot, held, swaps, None if source == slot else source)
+
+    def extend(self, key: Key, positions: int) -> bool:
+        """Whether the session's slot has room for so many in all."""
+        return key in self._slots and positions <= self.slot_tokens
+
+    def slot(self, key: Key) -> int:
+        """Where the session runs now."""
+        return self._slots[key]
+
+    def written(self, key: Key, positions: int) -> None:
+        """The session's first `positions` are computed: others may begin with those of its prompt."""
+        content = self._contents[self._slots[key]]
+        content.findable = max(content.findable, min(positions, len(content.tokens)))
+
+    def learn(self, key: Key, tokens: TokenIds, findable: int) -> None:
+        """The session's positions hold `tokens`, and others may begin with the first `findable` of them."""
+        content = self._contents[self._slots[key]]
+        content.tokens, content.findable = tokens.copy(), findable
+
+    def release(self, key: Key, holder: str = "") -> tuple[int, int] | None:
+        """The session has ended: what can be found of it stays, for `holder` in place of what stayed for it before.
+
+        Returns the slot and how many of its positions stay; the engine cuts the rest off. None: no such session.
+
+        A promise to keep the last slot that is not promised yet is not made: some session must be able to run.
+        """
+        slot = self._slots.pop(key, None)
+        if slot is None:
+            return None
+        content = self._contents.pop(slot)
+        stays = content.findable if content.findable >= WORTH_TOKENS else 0
+        if stays:
+            self._clock += 1
+            tokens = content.tokens[:stays].copy()
+            self._contents[slot] = replace(content, tokens=tokens, session=None, used=self._clock)
+        if holder:
+            self.unpin(holder)
+            if stays and len(self._pinned()) < self.total - 1:
+                self._pins[holder] = slot
+        return slot, stays
+
+    def empty(self, slot: int) -> Key | None:
+        """What the slot held is gone. Returns the session that ran in it, if one did."""
+        content = self._contents.pop(slot, None)
+        self._pins = {holder: pinned for holder, pinned in self._pins.items() if pinned != slot}
+        if content is None or content.session is None:
+            return None
+        del self._slots[content.session]
+        return content.session
+
+    def unpin(self, holder: str) -> None:
+        """The holder needs nothing any more; what was kept for it may be given up. Idempotent."""
+        self._pins.pop(holder, None)
+
+    def condense(self) -> list[Swap]:
+        """Close the gaps between live slots: the swaps to make, in order."""
+        swaps = []
+        while self._slots and max(self._slots.values()) >= len(self._slots):
+            gap = self._lowest()
+            assert gap is not None  # fewer sessions than the highest of their slots: there is one below it
+            swaps.append(self._swap(gap, max(self._slots.values())))
+        return swaps
+
+    def usage(self) -> SlotUsage:
+        """How much of everything there is."""
+        pinned = self._pinned()
+        unpinned = [length for slot, length in self.kept().items() if slot not in pinned]
+        return SlotUsage(self.total, len(self._slots), len(pinned), len(unpinned), sum(unpinned))
+
+    def kept(self) -> dict[int, int]:
+        """How many positions each slot without a session holds; slots that hold none are left out."""
+        return {slot: content.findable for slot, content in self._contents.items() if content.session is None}
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless sessions, slots and pins name each other and no slot holds more than fits."""
+        live = {slot: content.session for slot, content in self._contents.items() if content.session is not None}
+        wrong = {
+            "slots": not self._contents.keys() <= set(range(self.total)),
+            "sessions": live != {slot: key for key, slot in self._slots.items()},
+            "pins": any(slot not in self._contents or slot in live for slot in self._pins.values()),
+            "promises": len(self._pinned()) >= self.total > 0,
+            "lengths": any(
+                not 0 <= content.findable <= min(len(content.tokens), self.slot_tokens)
+                or (content.session is None and content.findable != len(content.tokens))
+                for content in self._contents.values()
+            ),
+            "empty": any(content.session is None and not content.findable for content in self._contents.values()),
+        }
+        if any(wrong.values()):
+            raise IntegrityError(f"KV slots: {', '.join(name for name, is_wrong in wrong.items() if is_wrong)}")
+
+    # -- the books ---------------------------------------------------------------------------------------------------
+
+    def _best(self, prompt: TokenIds, scope: str) -> tuple[int | None, int]:
+        """The slot with the longest usable common prefix, and its length; of equal ones one that needs no copy, then
+        the shortest, which is copied soonest."""
+        lowest, pinned = self._lowest(), self._pinned()
+        best: tuple[int | None, int] = (None, 0)
+        best_rank = (0, False, 0)
+        for slot, held, content in self._candidates(prompt, scope):
+            in_place = slot == lowest and slot not in pinned
+            if in_place or (held >= WORTH_TOKENS and held * WORTH_SHARE >= len(content.tokens)):
+                rank = (held, in_place, -len(content.tokens))
+                if rank > best_rank:
+                    best, best_rank = (slot, held), rank
+        return best
+
+    def _candidates(self, prompt: TokenIds, scope: str) -> Iterator[tuple[int, int, _Content]]:
+        for slot, content in self._contents.items():
+            if content.scope == scope:
+                limit = min(content.findable, len(prompt) - 1)
+                held = _common(content.tokens[:limit], prompt[:limit]) // self.grid * self.grid if limit > 0 else 0
+                if held:
+                    yield slot, held, content
+
+    def _make_room(self, slot: int, source: int | None) -> tuple[tuple[Swap, ...], int | None] | None:
+        """Give up or move what is kept in `slot`. Returns the swaps and where the source is after them."""
+        pinned = self._pinned()
+        if slot not in self._contents or (slot == source and slot not in pinned):
+            return (), source
+        home = self._home(source)
+        if home is None:
+            return None
+        if home == slot:
+            self._give_up(slot)
+            return (), source
+        if home != source:
+            self._give_up(home)
+        swap = self._swap(slot, home)
+        moved = {slot: home, home: slot}
+        return (swap,), source if source is None else moved.get(source, source)
+
+    def _home(self, source: int | None) -> int | None:
+        """Where what stands in the way goes: to a free slot, in place of what was unused longest (which may be itself),
+        or else where the source is, which is then taken over."""
+        free = next((number for number in reversed(range(self.total)) if number not in self._contents), None)
+        if free is not None:
+            return free
+        kept = self.kept().keys() - self._pinned()
+        others = kept - {source}
+        return min(others or kept, key=lambda number: self._contents[number].used, default=None)
+
+    def _give_up(self, slot: int) -> None:
+        if self._contents.pop(slot, None) is not None:
+            self.evictions += 1
+
+    def _swap(self, first: int, second: int) -> Swap:
+        names = {first: second, second: first}
+        contents = {names[slot]: self._contents.pop(slot) for slot in names if slot in self._contents}
+        self._contents.update(contents)
+        for slot, content in contents.items():
+            if content.session is not None:
+                self._slots[content.session] = slot
+        self._pins = {holder: names.get(slot, slot) for holder, slot in self._pins.items()}
+        return Swap(first, second)
+
+    def _lowest(self) -> int | None:
+        """The first slot that is not live."""
+        live = set(self._slots.values())
+        return next((slot for slot in range(self.total) if slot not in live), None)
+
+    def _pinned(self) -> set[int]:
+        return set(self._pins.values())
+
+
+def _common(left: TokenIds, right: TokenIds) -> int:
+    """Length of the common prefix of two arrays of one length."""
+    different = left != right
+    return int(different.argmax()) if different.any() else len(left)

@@ -1,0 +1,473 @@
+"""The llama.cpp engine: what people run, on CPUs and GPUs, behind the same port as the numpy engine.
+
+A session is a sequence of llama.cpp with its own part of the KV, a *slot* (`pool.rules.kv_slots` keeps the books). A
+step makes one call for all its single tokens, and one for each piece of a prompt: in one call they would not be
+computed together either, because llama.cpp cuts a batch into parts with equally many rows of each sequence, so the
+first token of a piece would go with the single ones. That would show in the last bits: attention adds up in another
+order for one token of a sequence than for several. For the same reason the last token of a prompt is computed as a
+single one when it alone is beyond the grid, whatever chunk it came in.
+
+What else shows in the bits is not believed but tried when the model is loaded (`llama_cpp_selftest`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pool.rules.kv_blocks import IntegrityError
+from pool.rules.kv_slots import Key, Placement, SlotPool, Swap
+from tasks.ports import (
+    CacheMiss,
+    Capability,
+    KVUsage,
+    Logits,
+    Member,
+    MemberError,
+    StepLogits,
+    StepResult,
+    TokenIds,
+)
+from tasks.vocabulary import Vocabulary
+from workers.engines.llama_cpp_context import ContextOptions, DecodeFailed, LlamaContext, Row
+from workers.engines.llama_cpp_library import version
+from workers.engines.llama_cpp_selftest import SelfTest, self_test
+
+log = logging.getLogger("genpool.llama_cpp")
+
+PREFILL_GRID = 16
+#: Raised whenever a change of code changes bits or what a snapshot holds.
+NUMERIC_POLICY = "partitioned;f16;singles-apart;1"
+
+_MAGIC = b"genpool-llama-1"
+_LENGTHS = struct.Struct("<IQI")  # header bytes, state bytes, CRC-32 of the state
+
+_NOTHING = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class _Session:
+    """`prompt` (P,); `room` and `length` in positions; the first `prefilled` were computed as pieces of the prompt."""
+
+    prompt: TokenIds
+    room: int
+    length: int
+    prefilled: int
+
+    def problem(self, tokens: TokenIds) -> str | None:
+        """Why these tokens cannot come next, without naming any of them."""
+        stop = self.length + len(tokens)
+        if stop > self.room:
+            return f"the session has room for {self.room} positions, not for {stop}"
+        known = self.prompt[self.length : stop]
+        if not np.array_equal(known, tokens[: len(known)]):
+            return "these are not the tokens of the prompt that the session began with"
+        return None
+
+
+@dataclass(slots=True)
+class _Part:
+    """A member that passed its checks: positions [start, cut) are a piece of a prompt, [cut, end) a single token."""
+
+    index: int
+    key: Key
+    tokens: list[int]
+    start: int
+    cut: int
+    wanted: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    def single(self, slot: int) -> Row:
+        return Row(slot, self.tokens[-1], self.end - 1, self.wanted)
+
+    def piece(self, slot: int, start: int, stop: int) -> list[Row]:
+        """Rows of positions [start, stop)."""
+        tokens = self.tokens[start - self.start : stop - self.start]
+        wanted = self.wanted and stop == self.end
+        return [Row(slot, token, start + k, wanted and start + k == stop - 1) for k, token in enumerate(tokens)]
+
+
+class LlamaCpp:
+    """`tasks.ports.Engine` over llama.cpp. Not for several callers at once.
+
+    `digest`: SHA-256 of the weights; `bytes_per_token`: of KV; `context_length`: of the model.
+    """
+
+    def __init__(
+        self,
+        context: LlamaContext,
+        options: ContextOptions,
+        vocabulary: Vocabulary,
+        *,
+        digest: str,
+        bytes_per_token: int,
+        context_length: int,
+    ) -> None:
+        self._context = context
+        self._options = options
+        self._vocabulary = vocabulary
+        self._bytes_per_token = bytes_per_token
+        self._context_length = min(context_length, context.slot_tokens)
+        self._pool = SlotPool(options.slots, context.slot_tokens, PREFILL_GRID)
+        self._sessions: dict[Key, _Session] = {}
+        self._tested = _tested(context, options)
+        self._fingerprint = _fingerprint(options, vocabulary, digest, self._tested)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self._vocabulary
+
+    @property
+    def context_length(self) -> int:
+        return self._context_length
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._bytes_per_token
+
+    @property
+    def prefill_grid(self) -> int:
+        return PREFILL_GRID
+
+    @property
+    def decodes(self) -> int:
+        """Batches computed since the start."""
+        return self._context.decodes
+
+    @property
+    def tested(self) -> SelfTest:
+        """What the self-test found."""
+        return self._tested
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def capability(self) -> Capability:
+        return Capability(
+            max_sessions=self._options.slots,
+            max_positions=self._context_length,
+            batch_invariant=self._tested.batch_invariant,
+            recompute_exact=self._tested.recompute_exact,
+            snapshot=True,
+            prefix_share=True,
+            logprobs=True,
+            seed=True,
+        )
+
+    # -- KV ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, session: str, epoch: int, prompt: TokenIds, positions: int, scope: str = "") -> int | None:
+        """See `tasks.ports.Engine.begin`. What it begins with is copied, unless nobody else needs it."""
+        key = (session, epoch)
+        if key in self._sessions:
+            raise ValueError("the session has begun already")
+        if self._context.closed or positions > self._context_length:
+            return None
+        placement = self._pool.begin(key, prompt, positions, scope)
+        if placement is None:
+            return None
+        held = self._place(key, placement)
+        self._sessions[key] = _Session(prompt.copy(), positions, held, held)
+        return held
+
+    def extend(self, session: str, epoch: int, positions: int) -> bool:
+        """See `tasks.ports.Engine.extend`. Every slot has room for the longest session."""
+        known = self._sessions.get((session, epoch))
+        if known is None or positions > self._context_length:
+            return False
+        known.room = max(known.room, positions)
+        return True
+
+    def resident(self, prompt: TokenIds, scope: str = "") -> int:
+        return self._pool.resident(prompt, scope)
+
+    def release(
+        self,
+        session: str,
+        epoch: int,
+        *,
+        tokens: TokenIds | None = None,
+        scope: str = "",  # noqa: ARG002 - that of `begin`
+        holder: str = "",
+    ) -> None:
+        """See `tasks.ports.Engine.release`. The last slot that nobody was promised is promised to nobody."""
+        key = (session, epoch)
+        known = self._sessions.pop(key, None)
+        if known is None:
+            return
+        if tokens is not None:
+            self._pool.learn(key, tokens[: known.length], min(len(tokens), known.length))
+        released = self._pool.release(key, holder)
+        if released is not None and not self._context.closed:
+            self._context.cut(*released)
+
+    def unpin(self, holder: str) -> None:
+        self._pool.unpin(holder)
+
+    def snapshot(self, session: str, epoch: int) -> bytes | None:
+        known = self._sessions.get((session, epoch))
+        if known is None or known.length == 0 or self._context.closed:
+            return None
+        state = self._context.state(self._pool.slot((session, epoch)))
+        head = {"fingerprint": self._fingerprint, "length": known.length, "prefilled": known.prefilled}
+        header = json.dumps(head).encode()
+        return b"".join((_MAGIC, _LENGTHS.pack(len(header), len(state), zlib.crc32(state)), header, state))
+
+    def restore(self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = "") -> bool:
+        """See `tasks.ports.Engine.restore`. Raises ValueError for a session that has begun."""
+        key = (session, epoch)
+        if key in self._sessions:
+            raise ValueError("the session has begun already")
+        opened = _opened(blob, self._fingerprint)
+        if opened is None or self._context.closed or not opened[0] <= positions <= self._context_length:
+            return False
+        length, prefilled, state = opened
+        # Nothing of the prompt is looked for: all of it is in the snapshot.
+        placement = self._pool.begin(key, prompt[:0], positions, scope)
+        if placement is None:
+            return False
+        self._place(key, placement)
+        slot = self._pool.slot(key)
+        if not self._context.set_state(slot, state) or self._context.held(slot) != length:
+            self._pool.empty(slot)
+            self._context.cut(slot, 0)
+            return False
+        findable = min(prefilled, length, len(prompt))
+        self._sessions[key] = _Session(prompt.copy(), positions, length, findable)
+        self._pool.learn(key, prompt, findable)
+        return True
+
+    def kv_usage(self) -> KVUsage:
+        usage, size = self._pool.usage(), self._context.slot_tokens
+        return KVUsage(
+            total=usage.total * size,
+            held=(usage.live + usage.pinned) * size,
+            pinned=usage.pinned * size,
+            cached=usage.cached_tokens,
+            evictions=self._pool.evictions,
+        )
+
+    def check_integrity(self) -> None:
+        """See `tasks.ports.Engine.check_integrity`; also compares the books with what llama.cpp holds."""
+        self._pool.check_integrity()
+        if self._context.closed:
+            return
+        known = self._pool.kept() | {self._pool.slot(key): session.length for key, session in self._sessions.items()}
+        if any(self._context.held(slot) != known.get(slot, 0) for slot in range(self._options.slots)):
+            raise IntegrityError("KV slots: llama.cpp holds other lengths than the books")
+
+    def close(self) -> None:
+        """Free weights and KV; members of later steps are errors."""
+        self._context.close()
+        self._forget_all()
+
+    def _place(self, key: Key, placement: Placement) -> int:
+        """Do what the books decided. Returns how many positions the session begins with: none, where copying failed."""
+        for swap in placement.swaps:
+            self._swap(swap)
+        copied = placement.source is None or self._context.copy(placement.source, placement.slot)
+        held = placement.held if copied else 0
+        if not self._context.cut(placement.slot, held):
+            self._context.cut(placement.slot, 0)
+            held = 0
+        if held != placement.held:
+            self._pool.learn(key, _NOTHING, 0)
+        return held
+
+    def _swap(self, swap: Swap) -> None:
+        whole = self._context.swap(swap.first, swap.second)
+        for slot, is_whole in zip((swap.first, swap.second), whole, strict=True):
+            if not is_whole:
+                log.error("llama.cpp could not move a sequence")
+                self._lose(slot)
+
+    def _lose(self, slot: int) -> None:
+        """What the slot held is gone: a session there will be a cache miss."""
+        key = self._pool.empty(slot)
+        if key is not None:
+            self._sessions.pop(key, None)
+
+    def _forget_all(self) -> None:
+        for slot in range(self._options.slots):
+            self._lose(slot)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Sequence[Member]) -> list[StepResult]:
+        """See `tasks.ports.Engine.step`. Rows of logits are the caller's own."""
+        results: list[StepResult | None] = [None] * len(batch)
+        parts: list[_Part] = []
+        seen: set[Key] = set()
+        for index, member in enumerate(batch):
+            accepted = self._accept(index, member, seen)
+            if isinstance(accepted, _Part):
+                parts.append(accepted)
+            else:
+                results[index] = accepted
+        if parts:
+            for swap in self._pool.condense():
+                self._swap(swap)
+            self._run(parts, results)
+        return [result if result is not None else CacheMiss() for result in results]
+
+    def _accept(self, index: int, member: Member, seen: set[Key]) -> _Part | StepResult:
+        """Check one member."""
+        if self._context.closed:
+            return MemberError("the engine is closed")
+        key = (member.session, member.epoch)
+        if key in seen:
+            return MemberError("the session is in this batch already")
+        seen.add(key)
+        tokens = np.array(member.tokens, np.int64)  # (T,)
+        problem = self._problem(tokens, member.start)
+        if problem:
+            return MemberError(problem)
+        session = self._sessions.get(key)
+        if session is None or session.length != member.start:
+            return CacheMiss()
+        problem = session.problem(tokens.astype(np.int32))
+        if problem:
+            return MemberError(problem)
+        end = member.start + len(tokens)
+        cut = end - 1 if len(tokens) == 1 or end % PREFILL_GRID == 1 else end
+        return _Part(index, key, tokens.tolist(), member.start, cut, member.wants_logits)
+
+    def _problem(self, tokens: npt.NDArray[np.int64], start: int) -> str | None:
+        """Why these tokens cannot run, without naming any of them."""
+        if tokens.ndim != 1 or len(tokens) == 0:
+            return "a member needs a non-empty, one-dimensional array of tokens"
+        size = self._vocabulary.size
+        if tokens.min() < 0 or tokens.max() >= size:
+            return f"a token id is outside the vocabulary, 0 to {size - 1}"
+        if start < 0 or start + len(tokens) > self._context_length:
+            return f"position {start + len(tokens) - 1} is outside the context of {self._context_length} positions"
+        if len(tokens) > 1 and start % PREFILL_GRID:
+            return f"a prefill chunk must start at a multiple of {PREFILL_GRID}, not at {start}"
+        return None
+
+    def _run(self, parts: Sequence[_Part], results: list[StepResult | None]) -> None:
+        """Pieces of prompts first, then all single tokens in one batch."""
+        # Moving slots may have lost one.
+        here = [part for part in parts if part.key in self._sessions]
+        done = [part for part in here if part.cut == part.start or self._prefill(part, results)]
+        # By slot: llama.cpp computes rows together whose slots follow each other.
+        singles = sorted((part for part in done if part.cut < part.end), key=self._slot)
+        if singles:
+            self._decode(singles, results)
+
+    def _prefill(self, part: _Part, results: list[StepResult | None]) -> bool:
+        """Compute the part's piece of a prompt, in batches that end on the grid. False: it failed."""
+        slot, limit = self._slot(part), self._context.batch_rows // PREFILL_GRID * PREFILL_GRID
+        rows: list[Logits] = []
+        try:
+            for start in range(part.start, part.cut, limit):
+                rows = self._context.decode(part.piece(slot, start, min(start + limit, part.cut)))
+        except DecodeFailed as error:
+            self._fail(part, error, results)
+            return False
+        if part.cut == part.end:
+            self._finish(part, rows[0] if part.wanted else None, results)
+        return True
+
+    def _decode(self, parts: Sequence[_Part], results: list[StepResult | None]) -> None:
+        """Compute the parts' single tokens in one batch; when that fails, each alone."""
+        try:
+            rows = iter(self._context.decode([part.single(self._slot(part)) for part in parts]))
+        except DecodeFailed as error:
+            if len(parts) == 1:
+                self._fail(parts[0], error, results)
+                return
+            log.error("a batch of %d failed: %s", len(parts), error)
+            for part in parts:
+                if self._cut_back(part, part.cut):
+                    self._decode([part], results)
+            return
+        for part in parts:
+            self._finish(part, next(rows) if part.wanted else None, results)
+
+    def _finish(self, part: _Part, row: Logits | None, results: list[StepResult | None]) -> None:
+        """The part is computed; `row` (V,): its logits, where wanted."""
+        if row is not None and not np.isfinite(row.max()):
+            # What is no number would show through every mask to whoever has the slot next: all KV is wiped.
+            results[part.index] = MemberError("the model's numbers overflowed")
+            self._forget_all()
+            self._context.clear()
+            return
+        session = self._sessions.get(part.key)
+        if session is None:  # wiped in this step
+            return
+        if part.start == session.prefilled:
+            session.prefilled = part.cut
+        session.length = part.end
+        self._pool.written(part.key, session.prefilled)
+        results[part.index] = StepLogits(row, part.end)
+
+    def _fail(self, part: _Part, error: DecodeFailed, results: list[StepResult | None]) -> None:
+        """The part alone could not be computed; its session is as it was."""
+        if self._cut_back(part, part.start):
+            results[part.index] = MemberError(str(error))
+
+    def _cut_back(self, part: _Part, length: int) -> bool:
+        """Take back what was computed of the part from `length` on. False: the session is lost, a cache miss."""
+        slot = self._slot(part)
+        if self._context.cut(slot, length):
+            return True
+        self._context.cut(slot, 0)
+        self._lose(slot)
+        return False
+
+    def _slot(self, part: _Part) -> int:
+        return self._pool.slot(part.key)
+
+
+def _tested(context: LlamaContext, options: ContextOptions) -> SelfTest:
+    """The self-test's answer, where it can have one: flash attention splits long contexts among threads, beyond what is
+    tried, and GPUs choose their kernels by sizes that are not."""
+    if options.flash_attention or options.gpu_layers:
+        return SelfTest()
+    return self_test(context, slots=options.slots, threads=options.threads)
+
+
+def _fingerprint(options: ContextOptions, vocabulary: Vocabulary, digest: str, tested: SelfTest) -> str:
+    """SHA-256 (hex) of everything that decides an engine's bits and the form of its snapshots. The number of slots is
+    part of a snapshot's form; that of threads counts where it shows."""
+    document = {
+        "weights": digest,
+        "vocabulary": vocabulary.fingerprint(),
+        "policy": NUMERIC_POLICY,
+        "llama.cpp": version(),
+        "slots": options.slots,
+        "flash_attention": options.flash_attention,
+        "gpu_layers": options.gpu_layers,
+        "threads": "any" if tested.threads_invariant else options.threads,
+        "bits": tested.bits,
+    }
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _opened(blob: bytes, fingerprint: str) -> tuple[int, int, bytes] | None:
+    """Length, prefilled positions and state of a sound snapshot."""
+    start = len(_MAGIC) + _LENGTHS.size
+    if len(blob) < start or not blob.startswith(_MAGIC):
+        return None
+    header_bytes, state_bytes, checksum = _LENGTHS.unpack_from(blob, len(_MAGIC))
+    state = blob[start + header_bytes :]
+    if len(state) != state_bytes or zlib.crc32(state) != checksum:
+        return None
+    try:
+        header = json.loads(blob[start : start + header_bytes])
+        length, prefilled, known = int(header["length"]), int(header["prefilled"]), str(header["fingerprint"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return (length, prefilled, state) if known == fingerprint else None
