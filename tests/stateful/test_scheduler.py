@@ -9,7 +9,7 @@ books show in the tokens.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -140,8 +140,8 @@ class Machine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.loop = BatchingLoop(self.engine, self.budgets, limit, reuse=reuse, clock=lambda: self.now_s)
         self.jobs: dict[str, Expected] = {}
-        #: What the first jobs that ended said, behind their prompts.
-        self.said: list[tuple[int, ...]] = []
+        #: What the last jobs that ended said, behind their prompts.
+        self.said: deque[tuple[int, ...]] = deque(maxlen=2)
         self.count = self.ticks = 0
         self.holders: set[str] = set()
 
@@ -314,8 +314,7 @@ class Machine(RuleBasedStateMachine):
                 assert not job.doomed
                 assert job.said == job.streams
                 assert [output.tokens for output in event.outputs] == [len(stream) for stream in job.streams]
-                if len(self.said) < 3:
-                    self.said.append((*job.given.prompt.tolist(), *job.said[0]))
+                self.said.append((*job.given.prompt.tolist(), *job.said[0]))
                 del self.jobs[event.job]
             else:
                 assert isinstance(event, Failed)
