@@ -1,5 +1,5 @@
 """The command line: `genpool up | worker | generate | submit | status | cancel | tail | queues | dead-letters | check |
-doctor | config | models | keys`.
+doctor | sweep | config | models | keys`.
 
 Each command checks the settings, then hands over to the layer that does the work. Deliberate errors end as one line on
 stderr and exit code 1, wrong usage as exit code 2.
@@ -57,6 +57,9 @@ _MAX_TOKENS = click.option(
 _TEMPERATURE = click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy. Default: 1.")
 _SEED = click.option(
     "--seed", type=click.IntRange(0, MAX_SEED), help="Makes the result repeatable. Default: a random one."
+)
+_OPTION = click.option(
+    "-o", "--option", multiple=True, metavar="NAME=VALUE", help="Any other sampling option, e.g. top_p=0.9. Repeatable."
 )
 _ALL = click.option("--all", "everything", is_flag=True, help="All dead letters instead of single ones.")
 
@@ -127,6 +130,7 @@ def worker(model: str, concurrency: int | None, name: str | None) -> None:
 @_MAX_TOKENS
 @_TEMPERATURE
 @_SEED
+@_OPTION
 def generate(prompt: str, **options: Any) -> None:
     """Generate an answer to PROMPT and print it as it comes."""
     settings = load_settings()
@@ -142,6 +146,7 @@ def generate(prompt: str, **options: Any) -> None:
 @_MAX_TOKENS
 @_TEMPERATURE
 @_SEED
+@_OPTION
 def submit(prompt: str, **options: Any) -> None:
     """Queue PROMPT and print the job's id."""
     settings = load_settings()
@@ -232,6 +237,43 @@ def doctor(port: int | None, as_json: bool) -> None:
             if each.remedy:
                 click.echo(f"{each.check}: {each.remedy}")
     sys.exit(1 if failures(found) else 0)
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--levels", default="1,2,4,8,16", show_default=True, help="Generations at once, one level after another.")
+@click.option("--requests", type=click.IntRange(1, 4096), default=16, show_default=True, help="Requests of each level.")
+@click.option("--prompts", default="1-256", show_default=True, metavar="MIN-MAX", help="Lengths of prompts, in tokens.")
+@click.option("--max-tokens", type=click.IntRange(1, MAX_TOKENS_LIMIT), default=32, show_default=True,
+              help="Tokens of each answer.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of prompts and draws.")
+@click.option("--kv-tokens", type=click.IntRange(1), help="Positions of KV. Default: enough for all at once.")
+@click.option("--overcommit", type=click.FloatRange(1), default=1.0, show_default=True,
+              help="More than 1, with few --kv-tokens, makes sessions give way to each other.")  # fmt: skip
+@click.option("--prefill-tokens", type=click.IntRange(1), help="Prompt tokens of a tick. Default: the longest prompt.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw it here, as SVG.")
+def sweep(model: str, json_file: Path | None, plot: Path | None, **options: Any) -> None:
+    """Run the same requests on MODEL at rising concurrency, each level on a fresh engine: what batching gains.
+
+    Exit code 1 when a level gave other tokens than the lowest.
+    """
+    # Here, because no other command needs engines, which take long to import.
+    from workers.sweep_command import SweepOptions, sweep_model, table  # noqa: PLC0415
+    from workers.sweep_plot import svg  # noqa: PLC0415
+
+    settings = load_settings()
+    launch.require_model(settings, model)
+    weights = _fetch(settings, [model]).get(model)
+    found = sweep_model(model, settings.models[model], weights, SweepOptions(**options))
+    _table(*table(found))
+    click.echo(f"Saturated at {found.saturation_concurrency}.")
+    if json_file is not None:
+        json_file.write_text(found.as_json(), encoding="utf-8")
+    if plot is not None:
+        plot.write_text(svg(found), encoding="utf-8")
+    if not found.corruption_free:
+        raise click.ClickException("The tokens are not the same at every level.")
 
 
 @cli.command()

@@ -298,9 +298,9 @@ def _typed(text: str, annotation: Any) -> Any:
     text = text.strip()
     if annotation is bool and text.lower() in {"true", "false", "1", "0", "yes", "no", "on", "off"}:
         return text.lower() in {"true", "1", "yes", "on"}
-    if annotation in (int, float) and re.fullmatch(r"[+-]?\d+", text):
+    if annotation in (int, float) and re.fullmatch(r"[+-]?[0-9]+", text):
         return int(text)
-    if annotation is float and re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d+)?", text):
+    if annotation is float and re.fullmatch(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)([eE][+-]?[0-9]+)?", text):
         return float(text)
     return text
 

@@ -17,10 +17,10 @@ from pydantic import ValidationError
 
 from pool.errors import InvalidRequest
 from tasks import names
-from tasks.payloads import GenerationRequest, invalid_request
+from tasks.payloads import GenerationRequest, Sampling, invalid_request
 from tasks.services import Services
 
-_SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "min_tokens")
+_SAMPLING = tuple(Sampling.model_fields)
 _REQUEST = ("model", "max_tokens", "n")
 #: Options of `apply_async` that change nothing for a generation.
 _HARMLESS = frozenset({"queue", "routing_key", "serializer", "add_to_parent", "retry", "retry_policy", "connection"})

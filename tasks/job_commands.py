@@ -6,10 +6,12 @@ import json
 import queue
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import Any, TextIO
+
+from pydantic import ValidationError
 
 from pool.errors import GenerationFailed, GenpoolError, InvalidRequest, UnknownModel
 from pool.store.audit import Audit, Violation
@@ -21,7 +23,7 @@ from tasks.client import Client
 from tasks.config import Settings
 from tasks.launch import enabled_models, require_model
 from tasks.own_runtime import own_runtime
-from tasks.payloads import ChatPrompt, GenerationRequest, Message, Sampling
+from tasks.payloads import ChatPrompt, GenerationRequest, Message, Sampling, invalid_request
 from tasks.services import open_services
 from tasks.supervisor import Supervisor
 
@@ -36,25 +38,46 @@ def build_request(
     max_tokens: int | None,
     temperature: float | None,
     seed: int | None,
+    option: Sequence[str] = (),
 ) -> GenerationRequest:
-    """One user turn for `model` (None: the first enabled one). Raises UnknownModel or InvalidRequest."""
+    """One user turn for `model` (None: the first enabled one). `option`: further sampling options, as `NAME=VALUE`.
+    Raises UnknownModel or InvalidRequest."""
     if model is None:
         model = next(iter(enabled_models(settings)), None)
         if model is None:
             raise UnknownModel("No model is enabled in the configuration.", param="model")
     require_model(settings, model)
-    sampling: dict[str, Any] = {"seed": seed}
-    if temperature is not None:
-        sampling["temperature"] = temperature
+    own = {"temperature": temperature, "seed": seed}
+    sampling = _sampling(dict(map(_named, option)) | {name: value for name, value in own.items() if value is not None})
     try:
         return GenerationRequest(
             model=model,
             prompt=ChatPrompt(messages=(Message(role="user", content=prompt),)),
-            sampling=Sampling(**sampling),
+            sampling=sampling,
             max_tokens=max_tokens,
         )
     except ValueError as error:
         raise InvalidRequest("The prompt is not valid Unicode text.", param="prompt") from error
+
+
+def _named(option: str) -> tuple[str, Any]:
+    """`NAME=VALUE`, the value in JSON; what is no JSON is a text."""
+    name, separator, value = option.partition("=")
+    if not separator:
+        raise InvalidRequest(f"{name}: write it as NAME=VALUE.", param=name)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _sampling(options: dict[str, Any]) -> Sampling:
+    if isinstance(options.get("stop"), str):
+        options["stop"] = [options["stop"]]
+    try:
+        return Sampling.model_validate_json(json.dumps(options))
+    except ValidationError as error:
+        raise invalid_request(error) from None
 
 
 def status(view: View) -> str:

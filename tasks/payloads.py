@@ -6,9 +6,18 @@ types are refused, never coerced, and every error names the field and its limit.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from pool.errors import InvalidRequest
 
@@ -18,6 +27,15 @@ MAX_CHOICES = 16
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 256
 MAX_SEED = 2**63 - 1
+MAX_TOKEN_ID = 2**31 - 1
+MAX_STOP_TOKEN_IDS = 64
+MAX_BIASED_TOKENS = 1024
+MAX_TOP_LOGPROBS = 20
+#: Bounds of the OpenAI reference.
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+#: 1 is neutral. Outside these a division takes real logits out of float32's range.
+REPETITION_PENALTIES = (0.01, 100.0)
 
 
 def encodable(text: str) -> str:
@@ -35,23 +53,65 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
+def _by_id(value: Any) -> Any:
+    """JSON objects have text for keys: whole numbers as JSON writes them are token ids, whatever else stays wrong."""
+    if not isinstance(value, dict):
+        return value
+    return {int(key) if _is_id(key) else key: item for key, item in value.items()}
+
+
+def _is_id(key: Any) -> bool:
+    return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key
+
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+#: What is added to the logits of single tokens.
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+    Field(max_length=MAX_BIASED_TOKENS, json_schema_extra={"propertyNames": {"pattern": r"^(0|[1-9]\d{0,9})$"}}),
+    BeforeValidator(_by_id),
+]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+RepetitionPenalty = Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])]
+
+
 class Sampling(Strict):
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 is off; `seed` is fixed at submit when absent."""
+    """How tokens are drawn, in the order of `workers.sampling`, and what is told of it.
+
+    `temperature` 0 is greedy; `top_k` and `min_p` 0 are off; `seed` is fixed at submit when absent. `stop_token_ids`
+    end a choice like its end-of-sequence tokens. `logprobs`: keep each output token's log-probability, and those of the
+    `top_logprobs` likeliest in its place.
+    """
 
     temperature: float = Field(default=1.0, ge=0.0, le=2.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0, le=2**31 - 1)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias = Field(default_factory=dict)
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     stop: tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...] = Field(
         default=(), max_length=MAX_STOP_STRINGS
     )
+    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS_LIMIT)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
 
     @field_validator("stop")
     @classmethod
     def _stop_is_text(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(encodable(item) for item in value) if value else value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _top_of_logprobs(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("logprobs") is False:
+            raise ValueError("only allowed when logprobs is true")
+        return value
 
 
 class Message(Strict):
@@ -89,7 +149,7 @@ class TokenPrompt(Strict):
     """Token ids, taken as they are once checked against the vocabulary."""
 
     type: Literal["tokens"] = "tokens"
-    token_ids: tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...] = Field(min_length=1)
+    token_ids: tuple[TokenId, ...] = Field(min_length=1)
 
 
 Prompt = Annotated[ChatPrompt | TextPrompt | TokenPrompt, Field(discriminator="type")]
@@ -106,6 +166,12 @@ class GenerationOptions(Strict):
     version: Literal[1] = 1
     sampling: Sampling = Sampling()
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
+
+    def stored(self) -> str:
+        """As JSON for a record, without what is at its default: workers that do not know an option yet can run every
+        job that does not use it."""
+        fields = self.model_dump_json(exclude_defaults=True).removeprefix("{")
+        return f'{{"version":{self.version}{"" if fields == "}" else ","}{fields}'
 
 
 class GenerationRequest(GenerationOptions):
@@ -125,5 +191,7 @@ def invalid_request(error: ValidationError) -> InvalidRequest:
     detail = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = ""
     for part in detail["loc"]:
+        if part == "[key]":
+            break
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    return InvalidRequest(f"{path}: {detail['msg']}.", param=path or None)
+    return InvalidRequest(f"{path}: {detail['msg'].removeprefix('Value error, ')}.", param=path or None)

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pool.store.log import TokenLogprobs
 from tasks.payloads import Sampling
 from tasks.vocabulary import Vocabulary
 
@@ -206,13 +207,14 @@ class Generation:
 @dataclass(slots=True)
 class Tokens:
     """New output of one choice. `text` is the piece that became safe to show with these tokens (it may be empty, and
-    may hold text withheld earlier)."""
+    may hold text withheld earlier). `logprobs`: one for each token id where the job asks for them, else empty."""
 
     job: str
     attempt: int
     choice: int
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True)

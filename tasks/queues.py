@@ -17,8 +17,8 @@ HEAD = ("MODEL", "QUEUED", "OLDEST", "RUNNING", "SLOTS", "RANKS", "DEAD", "SUBMI
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """One model. Rates of jobs are None at the first look; that of tokens is what its ranks generated between their
-    last two heartbeats."""
+    """One model. Rates of jobs are None at the first look; that of tokens is what its ranks reported last, over some
+    seconds."""
 
     model: str
     queued: int

@@ -21,7 +21,7 @@ from pool.store.log import pack_ids
 from pool.store.ranks import Card, RankRegistry
 from pool.store.records import NewJob
 from tasks.config import Settings
-from tasks.payloads import MAX_SEED, GenerationOptions, GenerationRequest, Prompt
+from tasks.payloads import MAX_SEED, GenerationOptions, GenerationRequest, Prompt, Sampling
 from tasks.vocabulary import Vocabulary
 
 #: How long a cached card is used before the registry is asked whether it changed.
@@ -98,6 +98,28 @@ def fit(options: GenerationOptions, card: Card, prompt_tokens: int) -> int:
     return wanted
 
 
+def check_sampling(sampling: Sampling, card: Card, vocabulary: Vocabulary) -> None:
+    """Refuse what the model's engine lacks (`unsupported_parameter`) and token ids that it does not have, at the door
+    and in a worker alike. Raises InvalidRequest naming the option, the id and the limit."""
+    if sampling.logprobs and not card.logprobs:
+        raise _lacking("logprobs", "gives no log-probabilities")
+    if sampling.seed is not None and not card.seed:
+        raise _lacking("seed", "cannot repeat a generation")
+    for name, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+        for token_id in ids:
+            if token_id >= vocabulary.size:
+                raise InvalidRequest(
+                    f"{name}: token id {token_id} is outside this model's vocabulary: ids go from 0 to "
+                    f"{vocabulary.size - 1}.",
+                    param=name,
+                )
+
+
+def _lacking(name: str, what: str) -> InvalidRequest:
+    message = f"{name} is not supported: this model's engine {what}."
+    return InvalidRequest(message, param=name, code="unsupported_parameter")
+
+
 class Submitter:
     """Turns requests into stored jobs."""
 
@@ -128,6 +150,7 @@ class Submitter:
         known = self.cards.get(request.model)
         if known is not None:
             card, vocabulary = known
+            check_sampling(request.sampling, card, vocabulary)
             ids = tokenize(request.prompt, card, vocabulary)
             request = request.model_copy(update={"max_tokens": fit(request, card, len(ids))})
             record |= {"prompt": pack_ids(ids), "prompt_tokens": len(ids)}
@@ -138,7 +161,7 @@ class Submitter:
         return NewJob(
             ref=ref,
             door=door,
-            options=request.options().model_dump_json(),
+            options=request.options().stored(),
             input=request.prompt.model_dump_json(),
             seed=seed,
             n=request.n,

@@ -179,6 +179,10 @@ class Vocabulary:
             return token.encode()
         return bytes(map(_BYTE_OF.__getitem__, token))
 
+    def name(self, token_id: int) -> str:
+        """What the vocabulary calls the token: for a control token the text that stands for it in a prompt."""
+        return self._data.tokens[token_id]
+
     @cached_property
     def _json(self) -> bytes:
         return self._data.model_dump_json().encode()

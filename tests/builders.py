@@ -38,7 +38,7 @@ def new_job(*, model: str = "tiny", door: str = "responses", **fields: Any) -> N
     defaults: dict[str, Any] = {
         "ref": new_ref(door, model),
         "door": door,
-        "options": body.options().model_dump_json(),
+        "options": body.options().stored(),
         "input": body.prompt.model_dump_json(),
         "seed": 7,
         "prompt": pack_ids([1, 2, 3]),

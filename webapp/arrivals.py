@@ -19,7 +19,7 @@ end of a chunked body, gunicorn takes too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
 from gunicorn.http.message import RFC9110_5_3_SINGLETON_FIELDS, RFC9110_6_5_1_FORBIDDEN_TRAILER
@@ -69,6 +69,8 @@ class Arrival:
         self.end = 0
         self.has_known_end = True
         self.waits_for_continue = False
+        #: What the head gives as `x-request-id`; "" without one, or before there is a whole head.
+        self.given_id = ""
         self._limit_bytes = body_limit_bytes
         self._head_bytes = 0
         self._seen = 0
@@ -111,9 +113,13 @@ class Arrival:
         if at < 0:
             return self._look_at_part(start)
         self._head_bytes = at + len(_HEAD_END)
+        # gunicorn, too, forgives one empty line before a request.
+        request_line, *lines = bytes(self.data[:at]).removeprefix(b"\r\n").split(b"\r\n")
+        given, *framing = _values(lines, (b"x-request-id", b"host", b"expect", b"transfer-encoding", b"content-length"))
+        self.given_id = given[0].decode("latin-1") if len(given) == 1 else ""
         if self._head_bytes > HEAD_BYTES:
             return Verdict.HEAD_TOO_LARGE
-        return self._look_at_framing(bytes(self.data[:at]))
+        return self._look_at_framing(request_line, *framing)
 
     def _look_at_part(self, start: int) -> Verdict:
         self._seen = len(self.data)
@@ -123,21 +129,16 @@ class Arrival:
             return Verdict.LINE_TOO_LONG
         return Verdict.HEAD_TOO_LARGE if self._seen > HEAD_BYTES else Verdict.MORE
 
-    def _look_at_framing(self, head: bytes) -> Verdict | None:
+    def _look_at_framing(
+        self, request_line: bytes, hosts: list[bytes], expects: list[bytes], codings: list[bytes], lengths: list[bytes]
+    ) -> Verdict | None:
         """What the head says of its body. A head that says two things is handed over: it will be refused."""
-        # gunicorn, too, forgives one empty line before a request.
-        request_line, *lines = head.removeprefix(b"\r\n").split(b"\r\n")
-        fields = [line.partition(b":") for line in lines]
-        lengths, codings, expects, hosts = (
-            [value.strip(b" \t").lower() for field, _, value in fields if field.lower() == name]
-            for name in (b"content-length", b"transfer-encoding", b"expect", b"host")
-        )
         is_new = _NEW.search(request_line) is not None
         if is_new and not hosts:
             return Verdict.HOSTLESS
-        if expects not in ([], [b"100-continue"]):
+        if [value.lower() for value in expects] not in ([], [b"100-continue"]):
             return Verdict.EXPECTS_MORE
-        if codings not in ([], [b"chunked"]):
+        if [value.lower() for value in codings] not in ([], [b"chunked"]):
             return Verdict.CODED
         self.waits_for_continue = is_new and bool(expects)
         if not lengths and not codings:
@@ -157,6 +158,12 @@ class Arrival:
         self.end = len(self.data)
         self.has_known_end = False
         return verdict
+
+
+def _values(lines: list[bytes], names: Sequence[bytes]) -> list[list[bytes]]:
+    """The values that a head's lines give to each of these names."""
+    fields = [line.partition(b":") for line in lines]
+    return [[value.strip(b" \t") for field, _, value in fields if field.lower() == name] for name in names]
 
 
 class _Chunks:

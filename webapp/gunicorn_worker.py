@@ -26,12 +26,14 @@ from __future__ import annotations
 import errno
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from enum import IntEnum
 from functools import cache, partial
+from http import HTTPStatus
 from typing import Any
 
 from gunicorn.http import get_parser
@@ -41,6 +43,9 @@ from pool.errors import ConfigurationError
 from tasks.config import load_settings
 from webapp import raw_answers
 from webapp.arrivals import Arrival, Verdict
+from webapp.node import EXTENSION
+from webapp.raw_answers import RawAnswer
+from webapp.request_ids import request_id_for
 
 READ_BYTES = 256 * 1024
 #: How long a client may take to receive an answer that is given in one piece.
@@ -103,6 +108,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
         self._open: dict[Connection, None] = {}
         self._held_bytes = 0
         self._next_look_s = 0.0
+        #: `conn`: the connection that the current thread serves.
+        self._served = threading.local()
         self._end_s = float("inf")
         super().init_process()
 
@@ -147,7 +154,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
         for conn in [conn for conn in self._open if force or conn.deadline_s <= now_s]:
             if conn.phase is Phase.ARRIVING:
                 ending = force or now_s >= self._end_s
-                self._say(conn, raw_answers.stopping() if ending else raw_answers.too_slow())
+                self._answer(conn, raw_answers.stopping() if ending else raw_answers.too_slow())
             self._drop(conn)
 
     def notify(self) -> None:
@@ -243,8 +250,15 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
         with suppress(OSError):
             conn.sock.send(answer)
 
-    def _refuse(self, conn: Connection, answer: bytes) -> None:
-        self._say(conn, answer)
+    def _answer(self, conn: Connection, answer: RawAnswer) -> None:
+        self._say(conn, answer.sent(request_id_for(conn.arrival.given_id)))
+        self._count(answer)
+
+    def _count(self, answer: RawAnswer) -> None:
+        self.wsgi.extensions[EXTENSION].on_raw_answer(answer.status)
+
+    def _refuse(self, conn: Connection, answer: RawAnswer) -> None:
+        self._answer(conn, answer)
         self._linger(conn)
 
     def _linger(self, conn: Connection) -> None:
@@ -275,6 +289,11 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
 
     # --- the threads
 
+    def handle(self, conn: Connection) -> Any:
+        """Serve a connection's request."""
+        self._served.conn = conn
+        return super().handle(conn)
+
     def handle_request(self, req: Any, conn: Connection) -> Any:
         """Serve a request whose head was understood."""
         conn.sock.settimeout(SEND_LIMIT_S)
@@ -297,13 +316,14 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn ships no types
     def handle_error(self, req: Any, client: Any, addr: Any, exc: Exception) -> None:  # noqa: ARG002 - gunicorn's
         """Answer what could not be understood."""
         answer = raw_answers.answer_to(exc)
-        if b" 500 " in answer.split(b"\r\n", 1)[0]:
+        if answer.status == HTTPStatus.INTERNAL_SERVER_ERROR:
             self.log.exception("Error handling a request")
         else:
             self.log.info("Refused what is no request: %s", type(exc).__name__)
         with suppress(OSError):
             client.settimeout(SEND_LIMIT_S)
-            client.sendall(answer)
+            client.sendall(answer.sent(request_id_for(self._served.conn.arrival.given_id)))
+        self._count(answer)
 
     def _keepalive_after(self, conn: Connection, keepalive: bool) -> bool:
         """Whether the connection may carry a further request: not if gunicorn and we disagree on where this one ends,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flask import Flask, Request, Response, request
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -28,6 +28,7 @@ from prometheus_flask_exporter.multiprocess import GunicornInternalPrometheusMet
 
 from webapp.node import Node
 from webapp.state_metrics import StateCollector
+from webapp.waits import OnCount
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _sum_up: Any = MultiProcessCollector.merge
 
 METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
+#: The method of what was no request; no token of HTTP has parentheses.
+NO_METHOD = "(none)"
 #: Upper bounds of the durations, in seconds.
 BUCKETS = (0.01, 0.1, 0.5, 1, 5, 10, 60, 600)
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -96,6 +99,8 @@ def register_metrics(app: Flask, node: Node) -> None:
         defaults_prefix="genpool",
         excluded_paths="^/metrics$",
     ).init_app(app)
+    if shared:
+        node.on_raw_answer = _raw_answers()
     app.after_request(_leave_untimed)  # runs before the exporter's own
     state = StateCollector(node)
     node.places.on_change = _gauge("genpool_requests_waiting", "Requests and streams that hold a place.", registry).inc
@@ -115,6 +120,15 @@ def _leave_untimed(response: Response) -> Response:
     if (refused or request.method == "OPTIONS") and hasattr(request, "prom_start_time"):
         del request.prom_start_time
     return response
+
+
+def _raw_answers() -> OnCount:
+    """Counts answers to what never became a request, in the exporter's own family: that keeps its counter to itself,
+    but the figures of all processes are summed up by name, and no request has this method."""
+    total = Counter(
+        "genpool_http_request", "Total number of HTTP requests", ("method", "status"), registry=CollectorRegistry()
+    )
+    return lambda status: total.labels(NO_METHOD, str(status)).inc()
 
 
 def _gauge(name: str, text: str, registry: CollectorRegistry) -> Gauge:

@@ -16,6 +16,7 @@ from pool.store.records import NewJob
 from tasks.config import Settings
 from tasks.maintenance import Maintenance
 from tasks.services import Services, open_services
+from tasks.vocabulary import Vocabulary
 from webapp.errors import TooManyWaiting
 from webapp.waits import OnCount, Waits, no_count
 
@@ -75,13 +76,15 @@ class WaitingPlaces:
 
 @dataclass
 class Node:
-    """One API process. `stopping` tells whether it was asked to end; gunicorn's worker answers that."""
+    """One API process. `stopping` tells whether it was asked to end; gunicorn's worker answers that, and tells
+    `on_raw_answer` the status of each answer that it gave without the application."""
 
     services: Services
     waits: Waits
     places: WaitingPlaces
     maintenance: Maintenance
     stopping: Callable[[], bool] = field(default=lambda: False)
+    on_raw_answer: OnCount = no_count
 
     @property
     def settings(self) -> Settings:
@@ -92,6 +95,17 @@ class Node:
     def store(self) -> JobStore:
         """The callers' side of the store."""
         return self.services.store
+
+    def vocabulary_of(self, model: str) -> Callable[[], Vocabulary]:
+        """Gets the model's published vocabulary, or raises StateUnavailable."""
+
+        def vocabulary() -> Vocabulary:
+            known = self.services.submitter.cards.get(model)
+            if known is None:
+                raise StateUnavailable("The model's vocabulary is not there; a worker brings it back.")
+            return known[1]
+
+        return vocabulary
 
     def submit(self, job: NewJob, *, key: str | None = None) -> None:
         """Store a job. While the state server refuses connections (a restart takes a moment) the same job is sent

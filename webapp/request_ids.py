@@ -22,9 +22,13 @@ def new_request_id() -> str:
     return f"req_{secrets.token_hex(16)}"
 
 
+def request_id_for(given: str) -> str:
+    """The caller's own, if it is safe to repeat, else one of ours."""
+    return given if _SAFE.fullmatch(given) else new_request_id()
+
+
 def _begin() -> None:
-    given = request.headers.get(HEADER, "")
-    g.request_id = given if _SAFE.fullmatch(given) else new_request_id()
+    g.request_id = request_id_for(request.headers.get(HEADER, ""))
 
 
 def _sign(response: Response) -> Response:

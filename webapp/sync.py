@@ -51,11 +51,12 @@ def wait_for_end(
     while not record.terminal:
         now_s = time.monotonic()
         if now_s >= deadline_s:
+            # First: a last look may take its time while the state server is away, and the job must go on meanwhile.
+            node.waits.unwatch(waiter)
+            node.waits.let_go(waiter.ref)
             last = _last_look(node, record)
             if last is not None and last.record.terminal:
                 return last.record, tuple(last.entries)
-            node.waits.unwatch(waiter)
-            node.waits.let_go(waiter.ref)
             if last is None:
                 raise _still_running(node, record, None)
             raise _still_running(node, last.record, _ahead(node, last.record))

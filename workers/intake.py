@@ -20,7 +20,7 @@ from pool.store.ranks import Card
 from pool.store.trials import ALL_ALONE, AMONG_OTHERS, AMONG_PROVEN, keep, survived
 from tasks.payloads import PROMPT, GenerationOptions
 from tasks.ports import Failed, Generation, Runner, TokenIds
-from tasks.submission import fit, tokenize
+from tasks.submission import check_sampling, fit, tokenize
 from tasks.vocabulary import Vocabulary
 from workers.outlet import STATE_ERRORS, Outlet
 from workers.trials import TrialGate
@@ -279,6 +279,7 @@ class Intake:
         if handout.lost:
             raise GenerationFailed("Its stored input is missing or damaged.", code="input_lost")
         options = GenerationOptions.model_validate_json(handout.options)
+        check_sampling(options.sampling, self._card, self._vocabulary)
         ids = np.frombuffer(handout.prompt, dtype="<i4") if handout.prompt else self._tokenized(handout)
         return Generation(
             job=handout.lease.token,

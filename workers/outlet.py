@@ -76,17 +76,20 @@ class Held:
         """Its fence."""
         return self.handout.lease
 
-    def add(self, choice: int, token_ids: tuple[int, ...], text: str, now_s: float) -> None:
+    def add(self, tokens: Tokens, now_s: float) -> None:
         """Queue tokens, merged into the last entry when that is of the same choice and was never sent: one that was
         sent may be stored although no reply came, so its bounds must stay."""
         if not self.entries:
             self.oldest_s = now_s
         last = self.entries[-1] if len(self.entries) > self.sent else None
-        if last is not None and last.choice == choice and len(last.token_ids) + len(token_ids) <= MAX_ENTRY_TOKENS:
-            self.entries[-1] = LogEntry(last.seq, choice, last.token_ids + token_ids, last.text + text)
+        choice, ids, text, logprobs = tokens.choice, tokens.token_ids, tokens.text, tokens.logprobs
+        if last is not None and last.choice == choice and len(last.token_ids) + len(ids) <= MAX_ENTRY_TOKENS:
+            self.entries[-1] = LogEntry(
+                last.seq, choice, last.token_ids + ids, last.text + text, last.logprobs + logprobs
+            )
         else:
-            self.entries.append(LogEntry(self.next_seq, choice, token_ids, text))
-        self.next_seq += len(token_ids)
+            self.entries.append(LogEntry(self.next_seq, choice, ids, text, logprobs))
+        self.next_seq += len(ids)
 
     def due_s(self, idle_s: float) -> float:
         """When it must be written; infinity while there is nothing to write."""
@@ -295,7 +298,7 @@ class Outlet:
             if held is None or not held.opened or held.lease.attempt != event.attempt:
                 continue
             if isinstance(event, Tokens):
-                held.add(event.choice, event.token_ids, event.text, now_s)
+                held.add(event, now_s)
                 self._unsent_tokens += len(event.token_ids)
             elif isinstance(event, Finished):
                 held.ending = _ending(event, self._engine)

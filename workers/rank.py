@@ -81,7 +81,6 @@ class Rank:
         self._silent = False
         self._drain_until_s = 0.0
         #: Tokens generated until the last heartbeat, and when that was.
-        self._paced = (0, time.monotonic())
         self._thread = threading.Thread(target=self._register, name="genpool-registrar", daemon=True)
 
     @property
@@ -116,11 +115,14 @@ class Rank:
 
     def _open(self) -> None:
         model, engine = self._model_settings, self._engine
+        able = engine.capability()
         self._card = Card(
             context_length=engine.context_length,
-            max_positions=min(engine.capability().max_positions, engine.kv_usage().total),
+            max_positions=min(able.max_positions, engine.kv_usage().total),
             fingerprint=engine.fingerprint(),
             vocabulary=engine.vocabulary.to_blob(),
+            logprobs=able.logprobs,
+            seed=able.seed,
         )
         self._loop = BatchingLoop(engine, Budgets.of(model), self._limit, reuse=model.prefix_reuse)
         self._claim_id()
@@ -140,7 +142,7 @@ class Rank:
             renew_ms=round(self._settings.worker.renew_seconds * 1000),
             stall_timeout_s=self._settings.worker.stall_timeout_seconds,
             on_left=self._left,
-            engine=self._card.fingerprint if engine.capability().batch_invariant else "",
+            engine=self._card.fingerprint if able.batch_invariant else "",
         )
         self._intake = Intake(
             delivery,
@@ -257,14 +259,7 @@ class Rank:
         self._on_left(handout, state, ending)
 
     def _beat(self) -> bool:
-        facts = self.facts() | {"decode_tokens_per_second": self._pace()}
-        return self._registry.beat(self._id, self._incarnation, lease_ms=self._lease_ms, facts=facts)
-
-    def _pace(self) -> float:
-        """Tokens generated a second since the heartbeat before."""
-        (tokens_before, before_s), now_s = self._paced, time.monotonic()
-        self._paced = (self._loop.counters.decode_tokens, now_s)
-        return round((self._paced[0] - tokens_before) / max(now_s - before_s, 0.001), 1)
+        return self._registry.beat(self._id, self._incarnation, lease_ms=self._lease_ms, facts=self.facts())
 
     def _register(self) -> None:
         """Heartbeat and hints. A hint about a held job (a cancel, a new watcher) makes the outlet look."""

@@ -34,7 +34,6 @@ from tasks.ports import (
     StepLogits,
     StepResult,
     Stopped,
-    Tokens,
 )
 from workers.residence import Residence
 from workers.sessions import Job, Phase, Session
@@ -387,12 +386,11 @@ class Scheduler:
             self._fail(session, "The engine answered without logits.")
             return False
         try:
-            token, text = session.draw(result.row)
+            drawn = session.draw(result.row)
         except Exception as error:  # noqa: BLE001 - one session's logits must not end the loop
             self._fail(session, f"No token could be drawn: {type(error).__name__}.")
             return False
-        generation = session.generation
-        self._report.events.append(Tokens(generation.job, generation.attempt, session.choice, (token,), text))
+        self._report.events.append(drawn)
         if session.phase is Phase.DECODING:
             self._telemetry.decoded(now_s)
         if session.last_token_s is not None:

@@ -13,9 +13,9 @@ from enum import StrEnum
 import numpy as np
 
 from pool.rules.admission import peak_positions
-from tasks.ports import ChoiceOutput, Finished, Generation, Logits, Member, TokenIds
+from tasks.ports import ChoiceOutput, Finished, Generation, Logits, Member, TokenIds, Tokens
 from tasks.vocabulary import Vocabulary
-from workers.sampling import draw
+from workers.sampling import draw, logprobs_of
 from workers.text import TextStream
 
 
@@ -30,15 +30,17 @@ class Phase(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One choice. `arrival`: its place in the order in which sessions came; `output`: token ids drawn or logged so far;
-    `feed`: what is prefilled, the prompt and, where that gives the same bits, known output; `held`: positions whose KV
-    the engine holds, of `room` it was given; `saved`: its KV as bytes while it is preempted."""
+    """One choice. `arrival`: its place in the order of arrival; `eos_ids`: the model's own ends, `stop_ids`:
+    those the request names; `output`: token ids drawn or logged so far; `feed`: what is prefilled, the prompt and,
+    where that gives the same bits, known output; `held`: positions whose KV the engine holds, of `room` it was given;
+    `saved`: its KV as bytes while it is preempted."""
 
     generation: Generation
     choice: int
     id: str
     arrival: int
     eos_ids: frozenset[int]
+    stop_ids: frozenset[int]
     text: TextStream
     feed: TokenIds
     phase: Phase = Phase.WAITING
@@ -101,20 +103,30 @@ class Session:
         length = self.prompt_tokens + len(self.output)
         self.feed = self.known(length) if with_output and self.output else self.generation.prompt
 
-    def draw(self, row: Logits) -> tuple[int, str]:
-        """Draw the next token from `row` (V,) and take it: its id and the text that became safe to show."""
-        sampling = self.generation.sampling
-        position = len(self.output)
-        banned = self.eos_ids if position < sampling.min_tokens else frozenset()
-        token = draw(row, sampling, seed=self.generation.seed, choice=self.choice, position=position, banned=banned)
-        return token, self.take(token)
+    def draw(self, row: Logits) -> Tokens:
+        """Draw the next token from `row` (V,) and take it."""
+        generation, sampling, position = self.generation, self.generation.sampling, len(self.output)
+        token = draw(
+            row,
+            sampling,
+            seed=generation.seed,
+            choice=self.choice,
+            position=position,
+            banned=self.eos_ids | self.stop_ids if position < sampling.min_tokens else (),
+            prompt=generation.prompt,
+            output=self.output,
+        )
+        logprobs = (logprobs_of(row, token, sampling.top_logprobs),) if sampling.logprobs else ()
+        return Tokens(generation.job, generation.attempt, self.choice, (token,), self.take(token), logprobs)
 
     def take(self, token: int) -> str:
-        """Append a token, decide whether the choice has ended, and return the text that became safe to show."""
+        """Append a token, decide whether the choice has ended, and return the text that became safe to show. That of a
+        stop token is not shown, as that of a stop string is not."""
         self.output.append(token)
         sampling = self.generation.sampling
-        piece = self.text.push(token)
-        if self.text.stopped or (token in self.eos_ids and not sampling.ignore_eos):
+        stops = token in self.stop_ids
+        piece = "" if stops else self.text.push(token)
+        if stops or self.text.stopped or (token in self.eos_ids and not sampling.ignore_eos):
             self.finish_reason = "stop"
         elif len(self.output) >= self.generation.max_tokens:
             self.finish_reason = "length"
@@ -169,6 +181,7 @@ def _session(
         id=f"{generation.job}/{choice}",
         arrival=arrival,
         eos_ids=eos_ids,
+        stop_ids=frozenset(generation.sampling.stop_token_ids),
         text=TextStream(vocabulary, generation.sampling.stop),
         feed=generation.prompt,
     )

@@ -3,7 +3,8 @@
     resp_smollm2-135m-instruct.0_1f0c...   kind _ model . shard _ 32 hex digits
 
 Ids that arrive from outside are parsed by one strict pattern; keys are built from the parsed parts only, so no caller's
-string ever becomes a key or a pattern.
+string ever becomes a key or a pattern. A job has one id: no number is written in two ways, and the kind must be that of
+the record (`check_kind`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pool.errors import JobUnknown
 MODEL_PATTERN = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,61}[a-z0-9])?")
 _ID = re.compile(
     r"(?P<kind>resp|chatcmpl|cmpl|gen)_"
-    rf"(?P<model>{MODEL_PATTERN.pattern})\.(?P<shard>\d{{1,4}})_"
+    rf"(?P<model>{MODEL_PATTERN.pattern})\.(?P<shard>0|[1-9][0-9]{{0,3}})_"
     r"(?P<token>[0-9a-f]{32})"
 )
 
@@ -50,6 +51,12 @@ class JobRef:
 def new_ref(kind: str, model: str, *, token: str | None = None) -> JobRef:
     """A fresh ref for a door in `KINDS`; `token` lets a Celery uuid (its 32 hex digits) become the id."""
     return JobRef(kind=KINDS[kind], model=model, shard=0, token=token or secrets.token_hex(16))
+
+
+def check_kind(ref: JobRef, door: str) -> None:
+    """Raises JobUnknown unless the job, which came through `door`, has this id: keys do not depend on the kind."""
+    if KINDS.get(door) != ref.kind:
+        raise JobUnknown(UNKNOWN)
 
 
 def parse_ref(text: str) -> JobRef:

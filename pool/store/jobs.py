@@ -17,7 +17,7 @@ import redis
 from pool.errors import JobErased, JobExpired, JobNotCancellable, JobUnknown, KeyConflict, StateUnavailable
 from pool.rules import jobs
 from pool.store.connection import Client, state_errors
-from pool.store.ids import UNKNOWN, JobRef
+from pool.store.ids import UNKNOWN, JobRef, check_kind
 from pool.store.inputs import StoredInput, stored_input
 from pool.store.keys import PROBE, idempotency_key, keys_of, node_channel
 from pool.store.log import LogEntry, unpack
@@ -138,6 +138,7 @@ class JobStore:
             record = record_of(ref, self._client.hmget(keys_of(ref).job(ref.token), RECORD_FIELDS))
         if record is None:
             raise self.absence(ref)
+        check_kind(ref, record.door)
         return record
 
     def view(self, ref: JobRef, cursor: int = 0) -> View:
@@ -145,6 +146,7 @@ class JobStore:
         view = self.views([(ref, cursor)])[0]
         if view is None:
             raise self.absence(ref)
+        check_kind(ref, view.record.door)
         return view
 
     def views(self, wanted: Sequence[tuple[JobRef, int]]) -> list[View | None]:
@@ -170,6 +172,10 @@ class JobStore:
 
         Raises JobUnknown, and JobNotCancellable when it has ended in another way.
         """
+        with state_errors():
+            door = self._client.hget(keys_of(ref).job(ref.token), "kind")
+        if door is not None:
+            check_kind(ref, door.decode())
         code, *rest = self._run_known(ref, self._cancel_command(ref))
         if code == b"blocks":
             code, *rest = self._run_known(ref, self._cancel_command(ref, rest[0].decode().split()))

@@ -21,12 +21,15 @@ from pool.store.scripts import Value, run, script
 @dataclass(frozen=True, slots=True)
 class Card:
     """A loaded model's facts. `context_length` and `max_positions` (prompt + output that fit one session's KV) are in
-    tokens; `vocabulary` is an opaque blob; equal `fingerprint` means equal output bits."""
+    tokens; `vocabulary` is an opaque blob; equal `fingerprint` means equal output bits. `logprobs`, `seed`: whether its
+    engine gives log-probabilities, and the same tokens for the same seed."""
 
     context_length: int
     max_positions: int
     fingerprint: str
     vocabulary: bytes
+    logprobs: bool = True
+    seed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,8 @@ class Rank:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens it generated between its last two heartbeats; 0 while it loads."""
-        return float(self.facts.get("decode_tokens_per_second", 0))
+        """Tokens it generated, over the last seconds before its last heartbeat; 0 while it loads."""
+        return float(self.facts.get("decode_tokens_per_sec", 0))
 
 
 class RankRegistry:
@@ -124,6 +127,8 @@ class RankRegistry:
                 "max_positions": card.max_positions,
                 "fingerprint": card.fingerprint,
                 "vocabulary": card.vocabulary,
+                "logprobs": int(card.logprobs),
+                "seed": int(card.seed),
             },
         )
 
@@ -144,6 +149,9 @@ class RankRegistry:
             int(stored[b"max_positions"]),
             stored[b"fingerprint"].decode(),
             stored[b"vocabulary"],
+            # A card without these is of a worker that knows no log-probabilities.
+            logprobs=stored.get(b"logprobs") == b"1",
+            seed=stored.get(b"seed", b"1") == b"1",
         )
 
 

@@ -119,9 +119,10 @@ def greedy(engine: Engine, session: str, prompt: TokenIds, count: int, *, epoch:
 
 def alone(engine: Engine, prompt: TokenIds, count: int) -> Stream:
     """`greedy`, and the session is gone."""
-    stream = greedy(engine, "alone", prompt, count)
-    engine.release("alone", 0)
-    return stream
+    try:
+        return greedy(engine, "alone", prompt, count)
+    finally:
+        engine.release("alone", 0)
 
 
 @contextmanager
@@ -129,15 +130,17 @@ def pressure(engine: Engine) -> Iterator[list[str]]:
     """Sessions that between them have all the room there is; they are gone afterwards."""
     sessions: list[str] = []
     positions = engine.capability().max_positions
-    while positions:
-        session = f"pressure-{len(sessions)}"
-        if engine.begin(session, 0, ids(5), positions, new_scope()) is None:
-            positions //= 2
-        else:
-            sessions.append(session)
-    yield sessions
-    for session in sessions:
-        engine.release(session, 0)
+    try:
+        while positions:
+            session = f"pressure-{len(sessions)}"
+            if engine.begin(session, 0, ids(5), positions, new_scope()) is None:
+                positions //= 2
+            else:
+                sessions.append(session)
+        yield sessions
+    finally:
+        for session in sessions:
+            engine.release(session, 0)
 
 
 def same_bits(left: Sequence[Logits], right: Sequence[Logits]) -> bool:
@@ -177,12 +180,16 @@ class RandomSchedule:
         self.exported: dict[int, bytes] = {}
 
     def run(self) -> list[Stream]:
-        while self.waiting or self.live or self.exported:
-            self._join()
-            self._step()
-            if self.preempted and self.live and self.rng.random() < 0.1:
-                self._export(int(self.rng.choice(self.live)))
-            self.engine.check_integrity()
+        try:
+            while self.waiting or self.live or self.exported:
+                self._join()
+                self._step()
+                if self.preempted and self.live and self.rng.random() < 0.1:
+                    self._export(int(self.rng.choice(self.live)))
+                self.engine.check_integrity()
+        finally:
+            for index in self.live:
+                self.engine.release(_session(index), self.EPOCH)
         return self.streams
 
     def _join(self) -> None:

@@ -76,6 +76,15 @@ def test_decoded_prompt_tokens_are_not_found(tiny: Engine) -> None:
     begin(tiny, "single", prompt, scope=scope)
     decode(tiny, "single", prompt.tolist(), 0)
     assert tiny.resident(prompt, scope) == 0
+    blob = tiny.snapshot("single", 0)
+    assert blob is not None
+    tiny.release("single", 0)
+    assert tiny.restore("single", 1, blob, prompt, 100, scope)
+    tiny.release("single", 1)
+    assert tiny.resident(prompt, scope) == 0
+    begin(tiny, "single", prompt, scope=scope)
+    decode(tiny, "single", prompt[:16].tolist(), 0)
+    tiny.step([Member("single", 0, prompt[16:], 16)])
     tiny.release("single", 0)
     assert tiny.resident(prompt, scope) == 0
 
@@ -97,22 +106,37 @@ def test_overflowing_numbers_stay_with_their_session() -> None:
     """A token whose embedding is no number fails its member by name, and whoever gets its pages later is well."""
     weights, vocabulary = tiny_llama(5)
     assert weights.embedding is not None
-    prompts = [np.random.default_rng(seed).integers(17, 512, 100).astype(np.int32) for seed in (1, 2)]
+    prompt, sick = (np.random.default_rng(size).integers(17, 512, size).astype(np.int32) for size in (100, 127))
+    sick[-2] = 7
     sound = NumpyLlama(weights, vocabulary)
-    expected = [prefill(sound, "a", prompts[0]), *decode(sound, "a", [30], 100)]
+    expected = [prefill(sound, "a", prompt), *decode(sound, "a", [30], 100)]
     weights.embedding[7] = np.inf
     engine = NumpyLlama(weights, vocabulary, kv_bytes=4 * 64 * sound.bytes_per_token)
-    for sick in (prompts[1].copy(), prompts[1][:66].copy()):
-        sick[-2] = 7
-        begin(engine, "sick", sick, room=1)
-        begin(engine, "b", prompts[0], room=1)
-        results = engine.step([Member("sick", 0, sick, 0), Member("b", 0, prompts[0], 0)])
-        assert isinstance(results[0], MemberError)
-        assert same_bits([row_of(results[1]), *decode(engine, "b", [30], 100)], expected)
-        for session in ("sick", "b"):
-            engine.release(session, 0)
-    rows = [prefill(engine, "c", prompts[0], room=100), *decode(engine, "c", [30], 100)]
+    begin(engine, "sick", sick, room=1)
+    begin(engine, "b", prompt, room=1)
+    results = engine.step([Member("sick", 0, sick, 0), Member("b", 0, prompt, 0)])
+    assert isinstance(results[0], MemberError)
+    assert same_bits([row_of(results[1]), *decode(engine, "b", [30], 100)], expected)
+    for session in ("sick", "b"):
+        engine.release(session, 0)
+    rows = [prefill(engine, "c", prompt, room=100), *decode(engine, "c", [30], 100)]
     assert same_bits(rows, expected)
+
+
+def test_a_restored_session_writes_nothing_that_others_have(tiny: Engine) -> None:
+    """It shares the pages of what it held, and has its own for what it computes, whatever others have of that."""
+    prompt, scope = some_tokens(tiny, 150), new_scope()
+    begin(tiny, "half", prompt, scope=scope)
+    tiny.step([Member("half", 0, prompt[:80], 0, wants_logits=False)])
+    blob = tiny.snapshot("half", 0)
+    assert blob is not None
+    tiny.release("half", 0)
+    prefill(tiny, "whole", prompt, scope=scope, room=1)
+    assert tiny.restore("half", 1, blob, prompt, 151, scope)
+    assert tiny.kv_usage().held == (3 + 2) * 64
+    for epoch in (0, 1):
+        tiny.release("half", epoch)
+        tiny.release("whole", epoch)
 
 
 def test_models_differ_by_seed_and_agree_by_seed() -> None:
@@ -128,6 +152,7 @@ def test_models_differ_by_seed_and_agree_by_seed() -> None:
     blob = first.snapshot("a", 0)
     assert blob is not None
     assert again.restore("b", 0, blob, prompt, 30)
+    assert same_bits(decode(again, "b", [30], 20), decode(first, "a", [30], 20))
     assert not other.restore("b", 0, blob, prompt, 30)
 
 

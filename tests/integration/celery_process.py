@@ -31,7 +31,7 @@ class Site:
         config.write_text(
             f'[state]\nurl = "{url}"\n[worker]\n'
             + "".join(f"{name} = {value}\n" for name, value in lines.items())
-            + '[models.tiny]\nsource = "random:7"\ntarget_inflight = 8\n'
+            + '[models.tiny]\nsource = "random:7"\ntarget_inflight = 8\nmax_active_sessions = 16\n'
             + '[models.other]\nsource = "random:8"\ntarget_inflight = 2\n'
         )
         self.env = {name: value for name, value in os.environ.items() if not name.startswith("GENPOOL_")}

@@ -23,7 +23,7 @@ from tests.builders import give_up, request
 from tests.waiting import wait_until
 from tests.webapp.playing_worker import MODEL, PlayingWorker
 
-FACTS = {"effective_target_inflight": 3, "decode_tokens_per_second": 12.5}
+FACTS = {"effective_target_inflight": 3, "decode_tokens_per_sec": 12.5}
 ROOT = Path(__file__).parents[2]
 
 

@@ -93,18 +93,21 @@ def test_a_draining_worker_finishes_what_fits_its_grace(fresh_site: Site, fresh_
 
 def test_a_worker_started_later_finds_what_was_queued(fresh_site: Site, fresh_jobs: Client) -> None:
     """Jobs submitted while nobody serves the model are measured by the worker: good ones run, one that cannot fit the
-    context fails with both numbers."""
+    context fails with both numbers, one that names a token which there is not with that."""
     good = fresh_jobs.submit(request())
     long = fresh_jobs.submit(request(max_tokens=100_000))
+    biased = fresh_jobs.submit(request(sampling=Sampling(logit_bias={512: 1})))
     assert fresh_jobs.get(good).prompt_tokens is None
     fresh_site.worker()
-    for job in (good, long):
+    for job in (good, long, biased):
         wait_until(lambda job=job: fresh_jobs.get(job).terminal, description="the job to end")
     assert fresh_jobs.get(good).state == "incomplete"
     failed = fresh_jobs.get(long)
     assert (failed.state, failed.error_code) == ("failed", "context_length_exceeded")
     assert "100000" in str(failed.error_message)
     assert "2048" in str(failed.error_message)
+    assert fresh_jobs.get(biased).state == "failed"
+    assert "token id 512" in str(fresh_jobs.get(biased).error_message)
 
 
 def test_partial_text_of_a_cancelled_job_stays_readable(jobs: Client, pair: list[Worker]) -> None:

@@ -90,7 +90,7 @@ def test_tokens_are_counted_while_they_come(site: Site, jobs: Client) -> None:
         job = jobs.submit(request(**LONG))
         wait_until(lambda: rate() > 0 and not jobs.get(job).terminal, description="a rate", timeout_s=30)
         jobs.cancel(job)
-        wait_until(lambda: rate() == 0, description="no rate")
+        wait_until(lambda: rate() == 0, description="no rate", timeout_s=60)
     finally:
         client.connection_pool.disconnect()
 

@@ -91,7 +91,7 @@ def test_a_retry_is_a_new_job_of_the_same_content(
         tenant="acme",
         lane="low",
         params='{"metadata":{"a":"b"}}',
-        options=body.options().model_dump_json(),
+        options=body.options().stored(),
         input=body.prompt.model_dump_json(),
         run_timeout_ms=1234,
         watch="node-1",

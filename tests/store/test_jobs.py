@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -79,12 +80,26 @@ def test_unknown_ids_are_unknown_everywhere(store: JobStore) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "resp_", "resp_tiny.0_XYZ", "resp_tiny.0_" + "a" * 31, "x_tiny.0_" + "a" * 32, "resp_ti*ny.0_" + "a" * 32,
-     "resp_tiny.0_" + "a" * 32 + "\n", "resp_{tiny}.0_" + "a" * 32, "resp_tiny.99999_" + "a" * 32],
+     "resp_tiny.0_" + "a" * 32 + "\n", "resp_{tiny}.0_" + "a" * 32, "resp_tiny.99999_" + "a" * 32,
+     "resp_tiny.00_" + "a" * 32, "resp_tiny.01_" + "a" * 32, "resp_tiny.\u0660_" + "a" * 32,
+     "resp_tiny.0_" + "\u0660" * 32],
 )  # fmt: skip
 def test_ids_that_we_cannot_have_issued_are_unknown(text: str) -> None:
     """Callers' ids pass one strict pattern before anything is built from them."""
     with pytest.raises(JobUnknown):
         parse_ref(text)
+
+
+def test_a_job_is_known_by_its_own_kind_alone(store: JobStore) -> None:
+    """Reads and a cancel by another: unknown, and nothing happens."""
+    job = new_job()
+    store.submit(job)
+    for kind in ("chatcmpl", "cmpl", "gen"):
+        for call in (store.read, store.view, store.cancel):
+            with pytest.raises(JobUnknown):
+                call(replace(job.ref, kind=kind))
+    assert store.read(job.ref).state == "queued"
+    store.cancel(job.ref)
 
 
 def test_an_id_finds_its_model_again() -> None:

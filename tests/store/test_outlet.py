@@ -15,7 +15,7 @@ from pool.store.delivery import Delivery
 from pool.store.handouts import Ending, Handout
 from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
-from pool.store.log import replay_of
+from pool.store.log import TokenLogprobs, replay_of
 from pool.store.server import StateServer
 from tasks.ports import ChoiceOutput, Failed, Finished, RunnerCapacity, Stopped, Tokens
 from tests.builders import LEASE_MS, delivery, job_store, new_job
@@ -108,6 +108,23 @@ def test_the_first_token_is_written_at_once_and_later_ones_wait_unless_watched(s
     assert [entry.token_ids for entry in store.view(job.ref).entries] == [(5,), (6,)]
 
 
+def test_logprobs_are_stored_with_their_tokens(store: JobStore, rig: Rig) -> None:
+    """Also where tokens of several steps share an entry."""
+    job = new_job()
+    store.submit(job)
+    handout = rig.take()
+    lease = handout.lease
+    told = [TokenLogprobs(-float(number), ((number, -0.5),)) for number in range(4)]
+    for number, each in enumerate(told):
+        rig.outlet.deliver([Tokens(lease.token, lease.attempt, 0, (number,), "x", (each,))])
+    wait_until(lambda: store.read(job.ref).logged_tokens >= 1, description="the first token")
+    rig.outlet.deliver([finished(handout, "xxxx", 4)])
+    wait_until(lambda: rig.left, description="the end")
+    entries = store.view(job.ref).entries
+    assert [each for entry in entries for each in entry.logprobs] == told
+    assert all(len(entry.logprobs) == len(entry.token_ids) for entry in entries)
+
+
 def test_a_write_whose_reply_was_lost_is_neither_lost_nor_doubled(store: JobStore, rank_a: Delivery) -> None:
     """It had landed; more tokens came before the retry. The log holds each token once, in order."""
     job = new_job(watch="node-1")
@@ -115,7 +132,7 @@ def test_a_write_whose_reply_was_lost_is_neither_lost_nor_doubled(store: JobStor
     rig = Rig(rank_a)
     handout = rig.take()
     held = rig.outlet._held[handout.lease.token]
-    held.add(0, (5, 6), "ab", 0.0)
+    held.add(Tokens(handout.lease.token, handout.lease.attempt, 0, (5, 6), "ab"), 0.0)
     assert rank_a.write([held.write()])[0].code == "ok"
     rig.outlet.start()
     rig.outlet.deliver([tokens(handout, 7, text="c"), tokens(handout, 8, text="d")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -74,3 +75,15 @@ def test_a_card_comes_back_as_published(registry: RankRegistry) -> None:
     registry.publish(card)
     assert registry.card() == card
     assert registry.card_fingerprint() == "abc"
+    unable = replace(card, logprobs=False, seed=False)
+    registry.publish(unable)
+    assert registry.card() == unable
+
+
+def test_a_card_of_the_first_release_promises_no_logprobs(registry: RankRegistry, client: Client) -> None:
+    """Its worker knows none; seeds it has always kept."""
+    registry.publish(Card(context_length=64, max_positions=32, fingerprint="abc", vocabulary=b"\x00\xff"))
+    client.hdel(ModelKeys("tiny:0").card, "logprobs", "seed")
+    card = registry.card()
+    assert card is not None
+    assert (card.logprobs, card.seed) == (False, True)

@@ -10,7 +10,7 @@ from pool.store.connection import Client
 from pool.store.jobs import JobStore
 from pool.store.ranks import Card, RankRegistry
 from tasks.config import Settings
-from tasks.payloads import GenerationOptions, TextPrompt, TokenPrompt
+from tasks.payloads import GenerationOptions, Sampling, TextPrompt, TokenPrompt
 from tasks.submission import Cards, Submitter
 from tests.builders import request
 from workers.engines.tiny import tiny_vocabulary
@@ -23,10 +23,10 @@ def submitter(client: Client, store: JobStore, **state: object) -> Submitter:
     return Submitter(store, Cards(client), Settings(models=models, limits=limits, state=StateSettings(**state)))
 
 
-def publish(client: Client, *, context_length: int = 64, max_positions: int = 64) -> None:
+def publish(client: Client, *, context_length: int = 64, max_positions: int = 64, **able: bool) -> None:
     """A worker's card."""
     vocabulary = tiny_vocabulary()
-    card = Card(context_length, max_positions, vocabulary.fingerprint(), vocabulary.to_blob())
+    card = Card(context_length, max_positions, vocabulary.fingerprint(), vocabulary.to_blob(), **able)
     RankRegistry(client, "tiny").publish(card)
 
 
@@ -61,6 +61,27 @@ def test_what_does_not_fit_is_refused_with_both_numbers(client: Client, store: J
     assert unlimited.max_tokens == 28
     with pytest.raises(InvalidRequest, match="512"):
         way_in.prepare(request(prompt=TokenPrompt(token_ids=(512,))), door="celery")
+
+
+def test_what_the_engine_lacks_and_unknown_ids_are_refused(client: Client, store: JobStore) -> None:
+    """By name, with the id and the limit; an engine that cannot repeat refuses a seed, and only a seed."""
+    publish(client)
+    way_in = submitter(client, store)
+    for options, name in (
+        ({"logit_bias": {511: 1, 512: 1}}, "logit_bias"),
+        ({"stop_token_ids": (512,)}, "stop_token_ids"),
+    ):
+        with pytest.raises(InvalidRequest, match=rf"{name}.*512.*511") as refusal:
+            way_in.prepare(request(sampling=Sampling(**options)), door="celery")
+        assert refusal.value.param == name
+    assert way_in.prepare(request(sampling=Sampling(logit_bias={511: 1}, logprobs=True)), door="celery")
+    publish(client, logprobs=False, seed=False)
+    way_in = submitter(client, store)
+    for options, name in (({"logprobs": True}, "logprobs"), ({"seed": 0}, "seed")):
+        with pytest.raises(InvalidRequest, match=name) as refusal:
+            way_in.prepare(request(sampling=Sampling(**options)), door="celery")
+        assert refusal.value.code == "unsupported_parameter"
+    assert way_in.prepare(request(), door="celery").seed >= 0
 
 
 def test_without_a_card_the_worker_will_measure(client: Client, store: JobStore) -> None:

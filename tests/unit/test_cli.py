@@ -19,6 +19,7 @@ from tasks.api_keys import KeyRing
 from tasks.config import SHIPPED_MODELS, Settings, load_configuration
 from tasks.config_docs import markdown
 from tasks.job_commands import build_request
+from tasks.payloads import Sampling
 from workers.weights import SOURCES
 
 SHIPPED = "smollm2-135m-instruct"
@@ -250,6 +251,22 @@ def test_a_prompt_becomes_one_user_turn() -> None:
     assert request.prompt.model_dump() == {"type": "chat", "messages": ({"role": "user", "content": "Hello"},)}
     request = build_request(settings, "Hello", model=SHIPPED, max_tokens=5, temperature=0.0, seed=7)
     assert (request.max_tokens, request.sampling.temperature, request.sampling.seed) == (5, 0.0, 7)
+
+
+def test_any_sampling_option_can_be_named() -> None:
+    """By the name that the API has for it, in JSON or as plain text; a wrong one is an error that names it."""
+
+    def build(*option: str) -> Sampling:
+        fields = {"model": None, "max_tokens": None, "temperature": 0.5, "seed": 7}
+        return build_request(settings_of(), "Hello", **fields, option=option).sampling
+
+    found = build("top_p=0.9", 'logit_bias={"5": -100}', "stop=END", "logprobs=true", "stop_token_ids=[3]")
+    assert found == Sampling(
+        temperature=0.5, seed=7, top_p=0.9, logit_bias={5: -100}, stop=("END",), logprobs=True, stop_token_ids=(3,)
+    )
+    for wrong, named in (("top_p=2", "top_p"), ("top_p", "NAME=VALUE"), ("tpo_p=1", "tpo_p"), ("top_p=x", "top_p")):
+        with pytest.raises(InvalidRequest, match=named):
+            build(wrong)
 
 
 def test_a_prompt_that_is_no_text_is_refused_without_quoting_it() -> None:

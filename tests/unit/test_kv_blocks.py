@@ -50,6 +50,7 @@ def test_a_session_begins_with_the_blocks_of_one_that_runs() -> None:
     pool = pool_of(8)
     assert run(pool, "a", "aaaabbbbcc") == 0
     assert run(pool, "b", "aaaabbbbdd") == 8
+    assert pool._tables["b"].findable == 2, "as good as computed"
     assert pool.table("a")[:2] == pool.table("b")[:2]
     assert pool.table("a")[2] != pool.table("b")[2]
     assert pool.usage() == BlockUsage(total=8, free=4, cached=0, held=4, pinned=0)
@@ -143,7 +144,8 @@ def test_two_that_compute_the_same_share_afterwards() -> None:
     assert pool.usage() == BlockUsage(total=8, free=5, cached=0, held=3, pinned=0)
 
 
-def test_a_duplicate_takes_the_place_of_one_that_was_given_up() -> None:
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_duplicate_takes_the_place_of_one_that_was_given_up(pinned: bool) -> None:
     """The content is found again through whoever still has it."""
     pool = pool_of(5)
     for key in ("a", "b"):
@@ -154,6 +156,9 @@ def test_a_duplicate_takes_the_place_of_one_that_was_given_up() -> None:
     assert pool.usage().cached == 1
     fill(pool, 3)
     assert resident(pool, "aaaab") == 0
+    if pinned:
+        pool.pin("h", "b")
+        assert pool.usage().pinned == 1
     finish(pool, "b")
     assert resident(pool, "aaaab") == 4
 
@@ -349,6 +354,7 @@ def test_a_holder_has_what_it_pinned_last() -> None:
     pool.pin("h", "c")
     finish(pool, "c")
     assert pool.usage().pinned == 0
+    assert not pool._pins, "a holder of nothing is not remembered"
 
 
 def test_two_holders_hold_together() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pool.store.log import LogEntry, pack, unpack
 from tasks.payloads import Sampling
 from tasks.ports import Logits
-from workers.sampling import draw, uniform
+from tests.unit import reference_sampling
+from workers.sampling import MIN_LOGPROB, draw, logprobs_of, uniform
 
 
 def row_of(*logits: float) -> Logits:
@@ -163,3 +168,123 @@ def test_rows_without_a_finite_maximum_are_errors(row: Logits) -> None:
 def test_random_numbers_lie_in_the_unit_interval(seed: int, choice: int, position: int) -> None:
     """0 <= u < 1 for every counter that can occur."""
     assert 0.0 <= uniform(seed, choice, position) < 1.0
+
+
+# --- penalties, bias, min_p
+
+
+def tokens_of(size: int) -> st.SearchStrategy[list[int]]:
+    """Tokens said before, over a vocabulary of `size`."""
+    return st.lists(st.integers(0, size - 1), max_size=12)
+
+
+@st.composite
+def draw_cases(draw_from: st.DrawFn) -> tuple[Logits, Sampling, dict[str, Any]]:
+    """A row, settings of every kind, and what came before. Numbers are dyadic, so ties are common, and exact."""
+    row = row_of(*(logit / 8 for logit in draw_from(st.lists(st.integers(-80, 80), min_size=2, max_size=60))))
+    size = len(row)
+    sampling = Sampling(
+        temperature=draw_from(st.one_of(st.just(0.0), st.floats(0.1, 2.0))),
+        top_p=draw_from(st.one_of(st.just(1.0), st.floats(0.05, 1.0))),
+        top_k=draw_from(st.one_of(st.just(0), st.integers(1, 70))),
+        min_p=draw_from(st.one_of(st.just(0.0), st.floats(0.0, 1.0))),
+        repetition_penalty=draw_from(st.sampled_from((1.0, 0.5, 2.0, 4.0))),
+        presence_penalty=draw_from(st.integers(-8, 8)) / 4,
+        frequency_penalty=draw_from(st.integers(-8, 8)) / 4,
+        logit_bias=draw_from(st.dictionaries(st.integers(0, size - 1), st.integers(-100, 100).map(float), max_size=4)),
+    )
+    seen: dict[str, Any] = {
+        "banned": draw_from(st.frozensets(st.integers(0, size - 1), max_size=size - 1)),
+        "prompt": draw_from(tokens_of(size)),
+        "output": draw_from(tokens_of(size)),
+    }
+    return row, sampling, seen
+
+
+@settings(deadline=None, max_examples=200)
+@given(case=draw_cases(), seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**20))
+def test_a_draw_is_the_slow_references(case: tuple[Logits, Sampling, dict[str, Any]], seed: int, position: int) -> None:
+    """All options together: the fast sampler draws what the one that reads like their definitions draws."""
+    row, sampling, seen = case
+    before = row.copy()
+    counters = {"seed": seed, "choice": 1, "position": position}
+    fast = draw(row, sampling, **counters, **seen | {"prompt": np.array(seen["prompt"], np.int32)})
+    expected = reference_sampling.draws(row.tolist(), sampling, **counters, **seen)
+    assert fast == min(expected) if sampling.temperature == 0 else fast in expected
+    assert np.array_equal(row, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "output", "expected"),
+    [
+        pytest.param({}, (0,), (0,), 0, id="none: the likeliest, however often it came"),
+        pytest.param({"repetition_penalty": 2.0}, (0,), (), 1, id="repetition counts the prompt"),
+        pytest.param({"repetition_penalty": 2.0}, (), (0,), 1, id="repetition counts the output"),
+        pytest.param({"repetition_penalty": 1.2}, (0, 0, 0), (0, 0), 0, id="repetition counts once"),
+        pytest.param({"presence_penalty": 2.0}, (0,), (), 0, id="presence leaves the prompt alone"),
+        pytest.param({"presence_penalty": 2.0}, (), (0,), 1, id="presence counts the output"),
+        pytest.param({"presence_penalty": 0.9}, (), (0, 0, 0), 0, id="presence counts once"),
+        pytest.param({"frequency_penalty": 2.0}, (0, 0), (), 0, id="frequency leaves the prompt alone"),
+        pytest.param({"frequency_penalty": 0.4}, (), (0, 0), 0, id="frequency: twice is not enough"),
+        pytest.param({"frequency_penalty": 0.4}, (), (0, 0, 0), 1, id="frequency counts each time"),
+        pytest.param({"presence_penalty": -2.0}, (), (1,), 1, id="a negative penalty invites"),
+        pytest.param({"logit_bias": {2: 100.0}}, (), (), 2, id="bias selects"),
+        pytest.param({"logit_bias": {0: -100.0}}, (), (), 1, id="bias bans"),
+        pytest.param({"logit_bias": {2: 100.0}, "repetition_penalty": 100.0}, (2,), (), 2, id="bias after penalties"),
+    ],
+)
+def test_each_penalty_counts_what_it_is_defined_to(
+    options: dict[str, Any], prompt: tuple[int, ...], output: tuple[int, ...], expected: int
+) -> None:
+    """Greedy, so that each shows alone: 0 leads 1 by one logit, and 1 leads 2 by one."""
+    sampling = Sampling(temperature=0.0, **options)
+    said = {"prompt": np.array(prompt, np.int32), "output": output}
+    assert draw(row_of(3, 2, 1), sampling, seed=1, choice=0, position=0, **said) == expected
+
+
+def test_a_negative_logit_is_pushed_down_too() -> None:
+    """Dividing it by the repetition penalty would make it likelier."""
+    sampling = Sampling(temperature=0.0, repetition_penalty=2.0)
+    said = np.array([0], np.int32)
+    assert draw(row_of(-1.0, -1.5), sampling, seed=1, choice=0, position=0, prompt=said) == 1
+
+
+@pytest.mark.parametrize(
+    ("min_p", "expected"), [(0.0, {0, 1, 2}), (0.3, {0, 1}), (0.5, {0, 1}), (0.51, {0}), (1.0, {0})]
+)
+def test_min_p_is_a_share_of_the_likeliest(min_p: float, expected: set[int]) -> None:
+    """Probabilities 4/7, 2/7, 1/7 of which the second is half of the first."""
+    row = np.log(row_of(4, 2, 1))
+    assert set(drawn(row, Sampling(min_p=min_p), 400)) == expected
+
+
+# --- log-probabilities
+
+
+@settings(deadline=None)
+@given(
+    logits=st.lists(st.one_of(st.integers(-400, 400), st.just(-math.inf)), min_size=1, max_size=80),
+    top=st.integers(0, 20),
+    data=st.data(),
+)
+def test_logprobs_are_the_models_own(logits: list[float], top: int, data: st.DataObject) -> None:
+    """Log-softmax of the row as it came; the likeliest first, ties to low ids; never above 0, never infinite."""
+    row = row_of(*(logit / 8 for logit in [*logits, 0]))
+    token = data.draw(st.integers(0, len(row) - 1))
+    found = logprobs_of(row, token, top)
+    expected = [max(value, MIN_LOGPROB) for value in reference_sampling.logprobs(row.tolist())]
+    assert found.logprob == pytest.approx(expected[token], abs=1e-4, rel=1e-6)
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))[:top]
+    assert [token for token, _ in found.top] == order
+    assert [value for _, value in found.top] == pytest.approx([expected[i] for i in order], abs=1e-4, rel=1e-6)
+    assert all(MIN_LOGPROB <= value <= 0 for value in (found.logprob, *(value for _, value in found.top)))
+    assert sum(math.exp(value) for _, value in found.top) <= 1 + 1e-5
+
+
+def test_logprobs_of_a_large_row() -> None:
+    """A whole vocabulary's sum is right to float32's precision, and what is told survives packing."""
+    row = (np.random.default_rng(1).standard_normal(49_152) * 4).astype(np.float32)
+    found = logprobs_of(row, 7, 20)
+    assert found.logprob == pytest.approx(reference_sampling.logprobs(row.tolist())[7], abs=2e-6)
+    entry = LogEntry(3, 1, (7,), "é", (found,))
+    assert unpack(pack(entry)) == entry

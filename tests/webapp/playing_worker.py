@@ -12,7 +12,7 @@ from pool.store.connection import connect
 from pool.store.delivery import Delivery
 from pool.store.handouts import Ending, Handout, Write, Written, failed
 from pool.store.keys import ModelKeys
-from pool.store.log import LogEntry
+from pool.store.log import LogEntry, TokenLogprobs
 from pool.store.ranks import Card, RankRegistry
 from pool.store.records import Output
 from tests.waiting import wait_until
@@ -62,6 +62,12 @@ class PlayingWorker:
         """Append one token a piece."""
         for piece in pieces:
             self._write(turn, Write(turn.handout.lease, turn.seq, (self._entry(turn, piece, choice),)))
+
+    def tell(self, turn: Turn, *tokens: tuple[int, TokenLogprobs], text: str, choice: int = 0) -> None:
+        """Append these tokens as one entry, with their log-probabilities."""
+        self._add(turn, choice, text, len(tokens))
+        ids, logprobs = zip(*tokens, strict=True)
+        self._write(turn, Write(turn.handout.lease, turn.seq, (LogEntry(turn.seq, choice, ids, text, logprobs),)))
 
     def finish(self, turn: Turn, reason: str = "stop", *, cached_tokens: int = 0) -> None:
         """End the job with what was said."""
@@ -115,9 +121,12 @@ class PlayingWorker:
                 self.finish(turn, reason)
 
     def _entry(self, turn: Turn, piece: str, choice: int) -> LogEntry:
-        turn.said[choice] = turn.said.get(choice, "") + piece
-        turn.counts[choice] = turn.counts.get(choice, 0) + 1
+        self._add(turn, choice, piece, 1)
         return LogEntry(seq=turn.seq, choice=choice, token_ids=(7,), text=piece)
+
+    def _add(self, turn: Turn, choice: int, text: str, tokens: int) -> None:
+        turn.said[choice] = turn.said.get(choice, "") + text
+        turn.counts[choice] = turn.counts.get(choice, 0) + tokens
 
     def _write(self, turn: Turn, write: Write) -> Written:
         written = self.delivery.write([write])[0]

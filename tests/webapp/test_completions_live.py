@@ -103,7 +103,10 @@ def test_stream_ends_with_done(raw: httpx.Client, worker: PlayingWorker) -> None
     [
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
-        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"echo": True, "logprobs": 1}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": [[1], [2]]}, "prompt"),

@@ -137,6 +137,52 @@ def children(node: ApiProcess) -> list[str]:
     return Path(f"/proc/{node.process.pid}/task/{node.process.pid}/children").read_text().split()
 
 
+def raw_answer(node: ApiProcess, sent: bytes) -> tuple[int, str]:
+    """Status and id of the answer to these bytes."""
+    with socket.create_connection(("127.0.0.1", node.port), timeout=20) as sock:
+        sock.sendall(sent)
+        head = b"".join(iter(lambda: sock.recv(65536), b"")).partition(b"\r\n\r\n")[0].decode()
+    ids = re.findall(r"^x-request-id: (.*)$", head, re.MULTILINE | re.IGNORECASE)
+    assert len(ids) == 1
+    return int(head.split()[1]), ids[0].strip()
+
+
+POST = b"POST /v1/responses HTTP/1.1\r\nHost: x\r\n"
+#: What the server answers by itself: to whole heads, in the main loop and by a thread, and to what is none.
+REFUSED = {
+    b"GET / HTTP/1.1\r\nX-Request-ID: %b\r\n\r\n": 400,
+    POST + b"X-Request-ID: %b\r\nContent-Length: a\r\n\r\n": 400,
+    POST + b"x-request-id:%b\r\nExpect: miracles\r\nContent-Length: 5\r\n\r\n": 417,
+    POST + b"X-Request-ID: %b\r\nTransfer-Encoding: gzip\r\n\r\n": 501,
+    POST + b"X-Request-ID: %b\r\n" + b"a: b\r\n" * 101 + b"\r\n": 431,
+    POST + b"X-Request-ID: %b\r\nContent-Length: 5\r\n\r\n{": 408,
+}
+
+
+def test_the_servers_own_answers_are_named_and_counted(start_node: Callable[..., ApiProcess]) -> None:
+    """By the caller's id where the head was whole and the id is safe; in the figures of requests, by status."""
+    node = start_node(SERVER__RECEIVE_SECONDS="1")
+
+    def counted() -> dict[int, float]:
+        found = samples(httpx.get(f"{node.base_url}/metrics").text)
+        names = {status: f'genpool_http_request_total{{method="(none)",status="{status}"}}' for status in given}
+        return {status: found.get(name, 0) for status, name in names.items()}
+
+    given = dict.fromkeys([*REFUSED.values(), 414], 0)
+    assert counted() == given
+    for sent, status in REFUSED.items():
+        assert raw_answer(node, sent % b"trace-1:a/b") == (status, "trace-1:a/b")
+        given[status] += 1
+    for unsafe in (b"a b", b"{}", b"x" * 129, b"a\r\nX-Request-ID: b", b"\xe4"):
+        status, name = raw_answer(node, next(iter(REFUSED)) % unsafe)
+        assert (status, bool(re.fullmatch(r"req_[0-9a-f]{32}", name))) == (400, True)
+        given[400] += 1
+    status, name = raw_answer(node, b"X-Request-ID: a" + b"x" * 9000)
+    assert (status, name[:4]) == (414, "req_")
+    given[414] += 1
+    assert counted() == given
+
+
 def test_strangers_cannot_add_series(http: FlaskClient) -> None:
     """Unknown paths, ids, models and methods share the series that exist."""
     for place in ("/v1/models", "/nowhere", f"/v1/responses/resp_{MODEL}.0_{'0' * 32}"):

@@ -112,6 +112,11 @@ def test_the_description_and_the_validation_agree(
         {"top_p": 0},
         {"stop": [""]},
         {"stop": ["x"] * 5},
+        {"presence_penalty": 2.1},
+        {"min_p": -0.1},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": {"5": 101}},
+        {"stop_token_ids": [-1]},
     ]
     for fields in bad:
         refused = {} if not fields else body | fields

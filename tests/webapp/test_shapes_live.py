@@ -179,8 +179,8 @@ def test_a_cancelled_stream_of_chunks_says_so(
 ) -> None:
     """An error in band, then `[DONE]`; the client raises it."""
     with raw.stream("POST", route, json={**ROUTES[route], "stream": True}) as answer, other_node.openai() as elsewhere:
-        token = worker.take().handout.lease.token
-        elsewhere.responses.cancel(f"resp_{MODEL}.0_{token}")
+        job = worker.take().handout.task_id
+        elsewhere.responses.cancel(job)
         *_, error, done = data(answer.iter_lines())
     assert (error["error"]["code"], done) == ("cancelled", "[DONE]")
 

@@ -193,6 +193,9 @@ def test_input_items_page_by_page(openai: OpenAI, worker: PlayingWorker) -> None
         ("order=up", "order"),
         ("after=msg_unknown", "after"),
         ("include=all", "include"),
+        ("before=msg_x", "before"),
+        ("limit=1&limit=2", "limit"),
+        ("after=a&after=a", "after"),
         ("page=2", "page"),
     ],
 )

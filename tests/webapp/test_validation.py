@@ -4,17 +4,21 @@ stored."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from flask import Flask
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
+from pool.store.ranks import Card
 from pool.store.server import StateServer
 from tests.webapp.conftest import settings_for
 from tests.webapp.playing_worker import CONTEXT_LENGTH, MODEL, PlayingWorker
 from webapp.app import create_app
+from workers.engines.tiny import tiny_vocabulary
 
 #: A worker has published the model, so everything is checked before queueing.
 pytestmark = pytest.mark.usefixtures("worker")
@@ -54,13 +58,19 @@ NUMBERS = [
     *(("temperature", v) for v in (float("nan"), float("inf"), -1, -1e-9, 2.1, "0", True)),
     *(("top_p", v) for v in (float("nan"), 0, -1, 1.1, "1", False)),
     *(("top_k", v) for v in (-1, 2**31, 1.0, "1", True)),
+    *(("min_p", v) for v in (-0.1, 1.1, "0", True)),
+    *((f"{kind}_penalty", v) for kind in ("presence", "frequency") for v in (-2.1, 2.1, "1", True, float("nan"))),
+    *(("repetition_penalty", v) for v in (0, -1, 101, "1", True)),
+    *(("logit_bias", v) for v in ([], 5, {"x": 1}, {"-1": 1}, {"01": 1}, {"5": 101}, {"5": "1"}, {"5": None})),
+    *(("stop_token_ids", v) for v in (5, [-1], ["5"], [True], [2**31], [5] * 65)),
+    *(("top_logprobs", v) for v in (-1, 21, "1", True, 1.0)),
     *(("seed", v) for v in (-1, 2**63, 2**64, "x", 1.5, True)),
     *(("min_tokens", v) for v in (-1, "1", True, 2**40)),
     *(("stop", v) for v in ("", [""], ["a"] * 5, "x" * 257, 5, [5], {"a": 1})),
     *(("stream", v) for v in (1, "true", [])),
     *(("store", v) for v in (0, "false")),
     *(("ignore_eos", v) for v in (1, "no")),
-    *(("user", v) for v in (5, "", "x" * 257, "line\nbreak", "nul\0")),
+    *(("user", v) for v in (5, "x" * 257, "line\nbreak", "nul\0")),
     *(("model", v) for v in ("", 5, "nul\0", "x" * 300)),
 ]
 
@@ -73,7 +83,7 @@ def test_wrong_values_name_their_field(
     """Wrong types, non-finite and out-of-range values: 400 with `param`; nothing is stored."""
     name = "max_output_tokens" if (route, field) == (RESPONSES, "max_tokens") else field
     error = error_of(post(http, route, **{name: value}))
-    assert error["param"].split("[")[0] == name
+    assert re.split(r"[.\[]", error["param"])[0] == name
     assert error["type"] == "invalid_request_error"
     assert worker.held == 0
 
@@ -98,12 +108,10 @@ UNSUPPORTED = {
         "tools": [{"type": "function", "name": "f"}],
         "tool_choice": "required",
         "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}},
-        "top_logprobs": 2,
         "conversation": "conv_1",
-        "include": ["message.output_text.logprobs"],
+        "include": ["reasoning.encrypted_content"],
         "reasoning": {"effort": "low"},
         "truncation": "auto",
-        "frequency_penalty": 0.5,
         "lane": "batch",
         "fairness_key": "a",
         "prompt": {"id": "p"},
@@ -115,11 +123,8 @@ UNSUPPORTED = {
         "tool_choice": {"type": "function", "function": {"name": "f"}},
         "functions": [{"name": "f"}],
         "response_format": {"type": "json_object"},
-        "logprobs": True,
-        "top_logprobs": 1,
-        "logit_bias": {"5": 1},
-        "frequency_penalty": -1,
-        "presence_penalty": 0.1,
+        "best_of": 2,
+        "echo": True,
         "modalities": ["text", "audio"],
         "audio": {"voice": "x", "format": "wav"},
         "prediction": {"type": "content", "content": "x"},
@@ -173,6 +178,63 @@ def test_neutral_means_exactly_neutral(http: FlaskClient, route: str) -> None:
     """`false` is not the number 0."""
     assert error_of(post(http, route, frequency_penalty=False))["param"] == "frequency_penalty"
     assert error_of(post(http, route, top_logprobs=False))["param"] == "top_logprobs"
+
+
+def test_bias_names_the_id_and_the_limit(http: FlaskClient, route: str = CHAT) -> None:
+    """Of a bound that is broken, and of an id that the model does not have."""
+    error = error_of(post(http, route, logit_bias={"5": 1, "17": -100.5}))
+    assert error["param"] == "logit_bias[17]"
+    assert "-100" in error["message"]
+    for field, value in (("logit_bias", {"5": 1, "512": 1}), ("stop_token_ids", [5, 512])):
+        error = error_of(post(http, route, **{field: value}))
+        assert error["param"] == field
+        assert "512" in error["message"]
+        assert "511" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        (CHAT, {"top_logprobs": 1}, "top_logprobs"),
+        (CHAT, {"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+        (CHAT, {"logprobs": 1}, "logprobs"),
+        (RESPONSES, {"top_logprobs": 1}, "top_logprobs"),
+        (RESPONSES, {"include": "message.output_text.logprobs"}, "include"),
+        (RESPONSES, {"include": [5]}, "include[0]"),
+        (RESPONSES, {"logprobs": True}, "logprobs"),
+    ],
+)
+def test_logprobs_are_asked_for_as_the_route_has_it(
+    http: FlaskClient, worker: PlayingWorker, route: str, fields: dict[str, Any], param: str
+) -> None:
+    """Alternatives alone, or another route's way, are refused."""
+    assert error_of(post(http, route, **fields))["param"] == param
+    assert worker.held == 0
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("field", ["grammar", "guided_json", "structured_outputs", "bad_words", "typical_p"])
+def test_options_of_other_servers_are_refused_by_name(http: FlaskClient, route: str, field: str) -> None:
+    """None is ignored."""
+    error = error_of(post(http, route, **{field: "x"}))
+    assert error["param"] == field
+    assert field in error["message"]
+
+
+def test_what_the_models_engine_lacks_is_refused_by_name(make_app: Callable[..., Flask], worker: PlayingWorker) -> None:
+    """As its card says, before queueing, with the field that this route has for it."""
+    blob = tiny_vocabulary().to_blob()
+    worker.registry.publish(Card(CONTEXT_LENGTH, CONTEXT_LENGTH, "without", blob, logprobs=False, seed=False))
+    http = make_app().test_client()
+    for route, fields, param in (
+        (CHAT, {"logprobs": True}, "logprobs"),
+        (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"),
+        (CHAT, {"seed": 1}, "seed"),
+    ):
+        error = error_of(post(http, route, **fields))
+        assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+        assert "engine" in error["message"]
+    assert worker.held == 0
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -389,8 +451,54 @@ def test_cancel_and_poll_of_strange_ids_are_404(http: FlaskClient) -> None:
         ("stream=true&starting_after=99999999999", "starting_after"),
         ("include_obfuscation=true", "include_obfuscation"),
         ("verbose=1", "verbose"),
+        ("include=message.output_text.logprobs", "include"),
+        ("include[]=reasoning.encrypted_content", "include[]"),
+        ("stream=true&stream=false", "stream"),
+        ("stream=true&starting_after=1&starting_after=1", "starting_after"),
+        ("include=&include=", "include"),
+        ("before=", "before"),
     ],
 )
 def test_wrong_queries_name_the_parameter(http: FlaskClient, query: str, param: str) -> None:
     """The query of a poll is checked as strictly as a body."""
     assert error_of(http.get(f"/v1/responses/resp_tiny.0_{'0' * 32}?{query}"))["param"] == param
+
+
+@pytest.mark.parametrize("query", ["include=", "include[]=", "include_obfuscation=false", "stream=false"])
+def test_a_query_that_asks_for_nothing_is_none(http: FlaskClient, query: str) -> None:
+    """Options that genpool lacks, without a value."""
+    job = http.post("/v1/responses", json={"model": MODEL, "input": "x", "background": True}).get_json()["id"]
+    assert http.get(f"/v1/responses/{job}?{query}").get_json()["status"] == "queued"
+
+
+@pytest.mark.parametrize(
+    "word", ["", "no\u00a0break", "\u0646\u200c\u06cc", "\U0001f468\u200d\U0001f469", "\u2028", "\ue000"]
+)
+def test_a_label_may_be_any_text(http: FlaskClient, word: str) -> None:
+    """Of any script, and none at all; it comes back as it was sent."""
+    body = {"model": MODEL, "input": "x", "background": True, "user": word, "safety_identifier": word}
+    answer = http.post("/v1/responses", json=body).get_json()
+    assert (answer["user"], answer["safety_identifier"]) == (word, word)
+
+
+@pytest.mark.parametrize("word", ["\0", "a\nb", "\x1b[0m", "\x7f", "\x85", "\ud800"])
+def test_a_label_holds_no_control_character(http: FlaskClient, word: str) -> None:
+    """Nor a surrogate."""
+    for field in ("user", "safety_identifier", "previous_response_id", "model"):
+        body = json.dumps({"model": MODEL, "input": "x", "background": True, field: word})
+        refused = http.post("/v1/responses", data=body, content_type="application/json")
+        assert error_of(refused)["param"] == field
+
+
+def test_a_job_has_one_id(http: FlaskClient) -> None:
+    """Other kinds, other digits, leading zeros: 404 for whatever is asked, and the job is as it was."""
+    job = http.post("/v1/responses", json={"model": MODEL, "input": "x", "background": True}).get_json()["id"]
+    kind, place, token = job.split("_")
+    others = [f"{other}_{place}_{token}" for other in ("chatcmpl", "cmpl", "gen")]
+    others += [f"{kind}_{MODEL}.{shard}_{token}" for shard in ("00", "0000", "\u0660", "\uff10", "1", "")]
+    for other in others:
+        for method, path in (("GET", ""), ("POST", "/cancel"), ("DELETE", ""), ("GET", "/input_items")):
+            error_of(http.open(f"/v1/responses/{other}{path}", method=method), 404)
+        body = {"model": MODEL, "input": "x", "previous_response_id": other}
+        error_of(http.post("/v1/responses", json=body), 404)
+    assert http.get(f"/v1/responses/{job}").get_json()["status"] == "queued"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pool.store.records import JobRecord
 from webapp.rendering.chunks import ChunkStream, usage_of
+from webapp.rendering.logprobs import Shown
 
 
-def chat_completion(record: JobRecord) -> dict[str, Any]:
-    """A completed (or length-limited) job."""
+def chat_completion(record: JobRecord, shown: Sequence[Shown | None]) -> dict[str, Any]:
+    """A completed (or length-limited) job. `shown`: by choice, its tokens with log-probabilities if it asked."""
     return {
         "id": record.id,
         "object": "chat.completion",
@@ -19,15 +21,19 @@ def chat_completion(record: JobRecord) -> dict[str, Any]:
             {
                 "index": index,
                 "message": {"role": "assistant", "content": output.text, "refusal": None, "annotations": []},
-                "logprobs": None,
+                "logprobs": None if told is None else _logprobs(told),
                 "finish_reason": output.finish_reason,
             }
-            for index, output in enumerate(record.outputs)
+            for index, (output, told) in enumerate(zip(record.outputs, shown, strict=True))
         ],
         "usage": usage_of(record),
         "service_tier": "default",
         "system_fingerprint": None,
     }
+
+
+def _logprobs(shown: Shown) -> dict[str, Any]:
+    return {"content": shown.listed(), "refusal": None}
 
 
 class ChatStream(ChunkStream):
@@ -42,6 +48,10 @@ class ChatStream(ChunkStream):
     def piece(self, text: str) -> dict[str, Any]:
         """A delta; an empty one at the finish."""
         return {"delta": {"content": text} if text else {}}
+
+    def told(self, shown: Shown) -> dict[str, Any]:
+        """Those of the delta's content."""
+        return _logprobs(shown)
 
     def extras(self) -> dict[str, Any]:
         """As in the whole answer."""

@@ -11,6 +11,7 @@ from pool.store.jobs import View
 from pool.store.records import JobRecord
 from webapp.errors import error_body, status_of
 from webapp.rendering import sse
+from webapp.rendering.logprobs import LogprobReader, Shown
 
 
 class Usage(Enum):
@@ -50,8 +51,9 @@ class ChunkStream:
 
     kind: str
 
-    def __init__(self, record: JobRecord, *, usage: Usage) -> None:
+    def __init__(self, record: JobRecord, *, usage: Usage, logprobs: LogprobReader) -> None:
         self.ended = False
+        self._logprobs = logprobs
         self._record = record
         self._usage = usage
         self._opened = False
@@ -63,6 +65,10 @@ class ChunkStream:
 
     def piece(self, text: str) -> dict[str, Any]:
         """What a choice holds for a piece of its text ("" at its finish)."""
+        raise NotImplementedError
+
+    def told(self, shown: Shown) -> dict[str, Any]:
+        """What a choice holds of the log-probabilities of a piece."""
         raise NotImplementedError
 
     def extras(self) -> dict[str, Any]:
@@ -78,8 +84,10 @@ class ChunkStream:
         self._opened = True
         for entry in view.entries:
             self._tokens += len(entry.token_ids)
+            shown = self._logprobs.take(entry)
             if entry.text:
-                yield self._chunk(entry.choice, self.piece(entry.text))
+                told = None if shown is None else self.told(shown)
+                yield self._chunk(entry.choice, self.piece(entry.text), logprobs=told)
         if view.record.terminal:
             yield from self._ending(view.record)
 
@@ -94,8 +102,14 @@ class ChunkStream:
         message = f"This node is shutting down; the answer can be read at /v1/responses/{self._record.id}."
         return self.failure(GenpoolError(message, code="node_stopping"))
 
-    def _chunk(self, index: int, held: dict[str, Any], finish_reason: str | None = None) -> str:
-        choice = {"index": index, **held, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(
+        self,
+        index: int,
+        held: dict[str, Any],
+        finish_reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> str:
+        choice = {"index": index, **held, "logprobs": logprobs, "finish_reason": finish_reason}
         each = self._usage is Usage.EACH
         return self._message([choice], usage_of(self._record, self._tokens) if each else None)
 

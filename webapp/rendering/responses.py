@@ -15,7 +15,6 @@ Jobs of other doors are shown the same way; each choice is one output item.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,8 +23,12 @@ from pool.errors import GenpoolError
 from pool.rules import jobs
 from pool.store.jobs import View
 from pool.store.log import LogEntry
-from pool.store.records import JobRecord
+from pool.store.records import JobRecord, Output
 from webapp.rendering import sse
+from webapp.rendering.logprobs import LogprobReader
+
+#: A choice's log-probabilities, one object a token.
+Listed = list[dict[str, Any]]
 
 _STATUS = {jobs.RUNNING: "in_progress"}
 _TERMINAL_EVENT = {
@@ -36,16 +39,17 @@ _TERMINAL_EVENT = {
 }
 
 
-def response_object(record: JobRecord, texts: Sequence[str]) -> dict[str, Any]:
-    """The Response a poll answers. `texts`: what each choice has shown so far; a finished record knows better."""
+def response_object(record: JobRecord, texts: Sequence[str], logprobs: Sequence[Listed]) -> dict[str, Any]:
+    """The Response a poll answers. `texts`: what each choice has shown so far; a finished record knows better.
+    `logprobs`: of the tokens that were shown, by choice."""
     if record.outputs:
         items = [
-            _item(record, choice, output.text, "completed" if output.finish_reason == "stop" else "incomplete")
+            _item(record, choice, output.text, _status_of(output), logprobs[choice])
             for choice, output in enumerate(record.outputs)
         ]
     else:
         status = "incomplete" if record.terminal else "in_progress"
-        items = [_item(record, choice, text, status) for choice, text in enumerate(texts) if text]
+        items = [_item(record, choice, text, status, logprobs[choice]) for choice, text in enumerate(texts) if text]
     return _response(record, _STATUS.get(record.state, record.state)) | {
         "completed_at": (record.finished_ms or 0) // 1000 if record.state == jobs.COMPLETED else None,
         "error": _error(record),
@@ -83,7 +87,7 @@ def _response(record: JobRecord, status: str) -> dict[str, Any]:
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto",
         "tools": [],
-        "top_logprobs": 0,
+        "top_logprobs": params.get("top_logprobs", 0),
         "top_p": params.get("top_p", 1.0),
         "truncation": "disabled",
         "usage": None,
@@ -115,41 +119,45 @@ def _usage(record: JobRecord) -> dict[str, Any] | None:
     }
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _status_of(output: Output) -> str:
+    return "completed" if output.finish_reason == "stop" else "incomplete"
+
+
+def _part(text: str, logprobs: Listed) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _item_id(record: JobRecord, choice: int) -> str:
     return f"msg_{record.ref.token}" + (f"_{choice}" if choice else "")
 
 
-def _item(record: JobRecord, choice: int, text: str | None, status: str) -> dict[str, Any]:
+def _item(record: JobRecord, choice: int, text: str | None, status: str, logprobs: Listed) -> dict[str, Any]:
     return {
         "id": _item_id(record, choice),
         "type": "message",
         "role": "assistant",
         "status": status,
-        "content": [] if text is None else [_part(text)],
+        "content": [] if text is None else [_part(text, logprobs)],
     }
 
 
 class ResponsesStream:
     """Turns views into events, from after sequence number `after` on (-1: all). Views must be fed without gaps."""
 
-    def __init__(self, record: JobRecord, after: int = -1) -> None:
+    def __init__(self, record: JobRecord, after: int = -1, *, logprobs: LogprobReader) -> None:
         self.ended = False
+        self._reader = logprobs
         self._record = record
         self._after = after
         self._next = 0
         self._stage = 0
         self._texts: list[list[str]] = [[] for _ in range(record.n)]
+        self._logprobs: list[Listed] = [[] for _ in range(record.n)]
 
-    @classmethod
-    def last_number(cls, view: View) -> int:
-        """The sequence number of the last event of a job that has ended; `view`: all of it."""
-        stream = cls(view.record, after=sys.maxsize)
-        deque(stream.feed(view), maxlen=0)  # no event is after all numbers
-        return stream._next - 1
+    def last_number(self, view: View) -> int:
+        """Read all of a job that has ended, `view`, and return the sequence number of its last event."""
+        deque(self.feed(view), maxlen=0)
+        return self._next - 1
 
     def feed(self, view: View) -> Iterator[str]:
         """The events that follow from a view. Preamble events come when they are true: created at once, in_progress
@@ -158,15 +166,17 @@ class ResponsesStream:
         if self._stage == 0:
             self._stage = 1
             yield from self._opening()
-        texts = [entry for entry in view.entries if entry.text]
+        # All entries are read, those without text too: their tokens come with later ones' text.
+        told = [(entry, self._reader.take(entry)) for entry in view.entries]
+        texts = [(entry, shown.listed() if shown else []) for entry, shown in told if entry.text]
         if self._stage == 1 and (texts or record.terminal or record.started_ms is not None):
             self._stage = 2
             yield from self._emit("response.in_progress", response=_response(self._record, "in_progress"))
         if self._stage == 2 and (texts or record.terminal):
             self._stage = 3
             yield from self._items()
-        for entry in texts:
-            yield from self._delta(entry)
+        for entry, logprobs in texts:
+            yield from self._delta(entry, logprobs)
         if record.terminal:
             self.ended = True
             yield from self._ending(record)
@@ -197,26 +207,28 @@ class ResponsesStream:
 
     def _items(self) -> Iterator[str]:
         for choice in range(self._record.n):
-            item = _item(self._record, choice, None, "in_progress")
+            item = _item(self._record, choice, None, "in_progress", [])
             yield from self._emit("response.output_item.added", output_index=choice, item=item)
-            yield from self._emit("response.content_part.added", **self._place(choice), part=_part(""))
+            yield from self._emit("response.content_part.added", **self._place(choice), part=_part("", []))
 
     def _place(self, choice: int) -> dict[str, Any]:
         return {"item_id": _item_id(self._record, choice), "output_index": choice, "content_index": 0}
 
-    def _delta(self, entry: LogEntry) -> Iterator[str]:
+    def _delta(self, entry: LogEntry, logprobs: Listed) -> Iterator[str]:
         self._texts[entry.choice].append(entry.text)
-        yield from self._emit("response.output_text.delta", **self._place(entry.choice), delta=entry.text, logprobs=[])
+        self._logprobs[entry.choice] += logprobs
+        place = self._place(entry.choice)
+        yield from self._emit("response.output_text.delta", **place, delta=entry.text, logprobs=logprobs)
 
     def _ending(self, record: JobRecord) -> Iterator[str]:
         texts = ["".join(pieces) for pieces in self._texts]
-        final = response_object(record, texts)
-        for choice, shown in enumerate(texts):
+        final = response_object(record, texts, self._logprobs)
+        for choice, (shown, logprobs) in enumerate(zip(texts, self._logprobs, strict=True)):
             output = record.outputs[choice] if record.outputs else None
             text = output.text if output else shown
-            status = "completed" if output and output.finish_reason == "stop" else "incomplete"
-            yield from self._emit("response.output_text.done", **self._place(choice), text=text, logprobs=[])
-            yield from self._emit("response.content_part.done", **self._place(choice), part=_part(text))
-            item = _item(record, choice, text, status)
+            status = _status_of(output) if output else "incomplete"
+            yield from self._emit("response.output_text.done", **self._place(choice), text=text, logprobs=logprobs)
+            yield from self._emit("response.content_part.done", **self._place(choice), part=_part(text, logprobs))
+            item = _item(record, choice, text, status, logprobs)
             yield from self._emit("response.output_item.done", output_index=choice, item=item)
         yield from self._emit(_TERMINAL_EVENT[record.state], response=final)

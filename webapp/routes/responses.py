@@ -15,6 +15,7 @@ from webapp.conversations import conversation, input_items
 from webapp.errors import answer_for
 from webapp.node import Node, current_node
 from webapp.rendering.chunks import failure_of
+from webapp.rendering.logprobs import LogprobReader, listed, shown_of
 from webapp.rendering.responses import ResponsesStream, response_object
 from webapp.schemas.responses import items_query, replay_query, responses_request
 from webapp.streams import stream_of
@@ -39,7 +40,7 @@ def create() -> Response:
         store=asked.store,
         timeouts=asked.timeouts(),
         key=idempotency_key(request, body),
-        names={"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"},
+        names={"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input", "logprobs": "include"},
     )
     if asked.stream:
         return _stream(node, order)
@@ -55,7 +56,7 @@ def read(job: str) -> Response:
     node = current_node()
     after = replay_query(request.args)
     view = own_view(node, job)
-    if after is not None and view.record.terminal and after > (last := ResponsesStream.last_number(view)):
+    if after is not None and view.record.terminal and after > (last := _events(node, view).last_number(view)):
         raise InvalidRequest(
             f"starting_after is {after}, but this response has ended: its last event has the number {last}.",
             param="starting_after",
@@ -65,7 +66,7 @@ def read(job: str) -> Response:
     with node.places.handed_on():
         ref = view.record.ref
         waiter = node.waits.open(ref, view.cursor) if view.record.terminal else node.waits.follow(ref, view.cursor)
-        return stream_of(node, waiter, view, ResponsesStream(view.record, after), cancels=False)
+        return stream_of(node, waiter, view, _events(node, view, after), cancels=False)
 
 
 @blueprint.post("/v1/responses/<job>/cancel")
@@ -93,10 +94,11 @@ def items(job: str) -> Response:
 
 
 def _shown(view: View) -> Response:
-    record = view.record
-    answer = response_object(record, texts_of(view.entries, record.n))
+    record, node = view.record, current_node()
+    shown = shown_of(view.entries, record.n, node.vocabulary_of(record.model))
+    answer = response_object(record, texts_of(view.entries, record.n), listed(shown))
     if record.state == jobs.QUEUED:
-        answer["queue_position"] = ahead(current_node().services.client, record.ref, record.created_ms)
+        answer["queue_position"] = ahead(node.services.client, record.ref, record.created_ms)
     return jsonify(answer)
 
 
@@ -111,4 +113,9 @@ def _sync(node: Node, order: Order) -> Response:
 def _stream(node: Node, order: Order) -> Response:
     with node.places.handed_on():
         waiter, view = submit_and_wait(node, order, follows=True)
-        return stream_of(node, waiter, view, ResponsesStream(view.record), cancels=order.cancels)
+        return stream_of(node, waiter, view, _events(node, view), cancels=order.cancels)
+
+
+def _events(node: Node, view: View, after: int = -1) -> ResponsesStream:
+    record = view.record
+    return ResponsesStream(record, after, logprobs=LogprobReader(record.n, node.vocabulary_of(record.model)))

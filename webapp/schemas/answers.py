@@ -32,13 +32,27 @@ class Error(BaseModel):
     queue_position: int | None = Field(default=None, ge=0)
 
 
+class LikelyToken(Answer):
+    """One of the likeliest in its place. `bytes`: the token's own, also where they are no whole character."""
+
+    token: str
+    logprob: float = Field(ge=-9999, le=0)
+    bytes: list[int]
+
+
+class TokenLogprob(LikelyToken):
+    """One that was drawn and shown."""
+
+    top_logprobs: list[LikelyToken]
+
+
 class OutputText(Answer):
-    """Text of an answer."""
+    """Text of an answer. `logprobs`: empty unless asked for."""
 
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
-    logprobs: list[Any]
+    logprobs: list[TokenLogprob]
 
 
 class InputText(Answer):
@@ -190,12 +204,19 @@ class ChatAnswer(Answer):
     annotations: list[Any]
 
 
+class ContentLogprobs(Answer):
+    """Of the tokens whose text is shown."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
 class ChatChoice(Answer):
-    """One of `n`."""
+    """One of `n`. `logprobs`: null unless asked for."""
 
     index: int
     message: ChatAnswer
-    logprobs: None
+    logprobs: ContentLogprobs | None
     finish_reason: Literal["stop", "length"]
 
 
@@ -212,12 +233,21 @@ class ChatCompletion(Answer):
     system_fingerprint: None
 
 
+class TextLogprobs(Answer):
+    """Of the tokens whose text is shown, one entry each in every list. `text_offset`: characters before it."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
 class CompletionChoice(Answer):
-    """One of `n`."""
+    """One of `n`. `logprobs`: null unless asked for."""
 
     index: int
     text: str
-    logprobs: None
+    logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"]
 
 

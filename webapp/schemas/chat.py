@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from pool.errors import InvalidRequest
-from tasks.payloads import ChatPrompt, GenerationRequest, Message
+from tasks.payloads import MAX_TOP_LOGPROBS, ChatPrompt, GenerationRequest, Message
 from webapp.schemas.chunked import Chunked, with_stream_options
 from webapp.schemas.dialect import (
     UNSUPPORTED,
@@ -59,10 +59,24 @@ class ChatRequest(Chunked):
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def output_limit(self) -> int | None:
+        """The newer name wins; they may not differ."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """As both fields say."""
+        return self.top_logprobs if self.logprobs else None
 
     def generation(self) -> GenerationRequest:
         """The request as workers know it. Raises InvalidRequest for fields that contradict each other."""
-        limit = self.max_completion_tokens or self.max_tokens
+        limit = self.output_limit
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
         if self.max_tokens is not None and limit != self.max_tokens:
             raise InvalidRequest("max_tokens and max_completion_tokens differ; send one of them.", param="max_tokens")
         self.check_stream_options()
@@ -78,20 +92,10 @@ class ChatRequest(Chunked):
             n=self.n,
         )
 
-    def params(self) -> dict[str, Any]:
-        """What the job's record keeps for answers."""
-        return {
-            "metadata": self.metadata,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_output_tokens": self.max_completion_tokens or self.max_tokens,
-        }
-
 
 #: Options of this route that genpool lacks.
 UNSUPPORTED_HERE: Mapping[str, Neutral] = {
     **UNSUPPORTED,
-    "logprobs": only(False),
     "response_format": only({"type": "text"}),
     "functions": empty,
     "function_call": only("auto", "none"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,21 @@ class Chunked(Generation):
         if options.continuous_usage_stats:
             return Usage.EACH
         return Usage.LAST if options.include_usage else Usage.NONE
+
+    @property
+    @abstractmethod
+    def output_limit(self) -> int | None:
+        """Output tokens a choice may have; None: as many as the context leaves."""
+
+    def params(self) -> dict[str, Any]:
+        """What the job's record keeps for answers."""
+        return {
+            "metadata": self.metadata,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_output_tokens": self.output_limit,
+            "top_logprobs": self.alternatives or 0,
+        }
 
     def check_stream_options(self) -> None:
         """Raises InvalidRequest when there is no stream that they could be for."""

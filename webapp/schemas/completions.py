@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag
 
 from pool.errors import InvalidRequest
-from tasks.payloads import GenerationRequest, TextPrompt, TokenPrompt
+from tasks.payloads import GenerationRequest, TextPrompt, TokenId, TokenPrompt
 from webapp.schemas.chunked import Chunked, with_stream_options
 from webapp.schemas.dialect import (
     UNSUPPORTED,
@@ -16,16 +16,17 @@ from webapp.schemas.dialect import (
     Text,
     Tokens,
     empty,
-    never,
     only,
     validated,
     without_unsupported,
+    zero,
 )
 
 #: The public API's own default.
 DEFAULT_MAX_TOKENS = 16
 
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+#: The public API's own bound here.
+MAX_LOGPROBS = 5
 
 
 def _kind(value: Any) -> str:
@@ -44,6 +45,17 @@ class CompletionRequest(Chunked):
 
     prompt: Prompt
     max_tokens: Tokens = DEFAULT_MAX_TOKENS
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def output_limit(self) -> int | None:
+        """Its own name for it."""
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """One number says both."""
+        return self.logprobs
 
     def generation(self) -> GenerationRequest:
         """The request as workers know it. Raises InvalidRequest for fields that contradict each other."""
@@ -58,20 +70,11 @@ class CompletionRequest(Chunked):
             n=self.n,
         )
 
-    def params(self) -> dict[str, Any]:
-        """What the job's record keeps for answers."""
-        return {
-            "metadata": self.metadata,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_output_tokens": self.max_tokens,
-        }
-
 
 #: Options of this route that genpool lacks.
 UNSUPPORTED_HERE: Mapping[str, Neutral] = {
     **UNSUPPORTED,
-    "logprobs": never,
+    "top_logprobs": zero,
     "echo": only(False),
     "best_of": only(1),
     "suffix": only(""),

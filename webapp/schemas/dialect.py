@@ -7,6 +7,7 @@ unless at a neutral value, and the rest is validated by a pydantic model. `null`
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -18,8 +19,13 @@ from tasks.payloads import (
     MAX_SEED,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
     MAX_TOKENS_LIMIT,
+    LogitBias,
+    Penalty,
+    RepetitionPenalty,
     Sampling,
+    TokenId,
     encodable,
 )
 from webapp.bodies import shown
@@ -36,8 +42,9 @@ class Schema(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
-def _printable(text: str) -> str:
-    if not text.isprintable():
+def _without_controls(text: str) -> str:
+    """Letters of any script may need what is not printable by itself: a no-break space, a zero-width joiner."""
+    if any(unicodedata.category(letter) == "Cc" for letter in text):
         raise ValueError("must not contain control characters")
     return text
 
@@ -50,9 +57,12 @@ def _listed(value: Any) -> Any:
 _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 Text = Annotated[str, AfterValidator(encodable)]
-Identifier = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable), AfterValidator(_printable)]
+#: A caller's own word, kept and shown as it came; "" is one, as in the public API: it says nothing, and breaks nothing.
+Label = Annotated[str, Field(max_length=256), AfterValidator(encodable), AfterValidator(_without_controls)]
+#: A word that stands for something here.
+Identifier = Annotated[Label, Field(min_length=1)]
 ModelName = Annotated[
-    str, Field(min_length=1, max_length=MAX_MODEL_CHARS), AfterValidator(encodable), AfterValidator(_printable)
+    str, Field(min_length=1, max_length=MAX_MODEL_CHARS), AfterValidator(encodable), AfterValidator(_without_controls)
 ]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
 Seconds = Annotated[float, Field(gt=0, le=604_800)]
@@ -78,13 +88,19 @@ class Generation(Schema):
     stream: bool = False
     store: bool = True
     metadata: Metadata = Field(default_factory=dict)
-    user: Identifier | None = None
-    safety_identifier: Identifier | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
     temperature: float = Field(default=1.0, ge=0.0, le=2.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0, le=2**31 - 1)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias = Field(default_factory=dict)
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     stop: Stop = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS_LIMIT)
     parallel_tool_calls: bool = True
@@ -101,16 +117,31 @@ class Generation(Schema):
         }
         return {name: max(1, round(seconds * 1000)) for name, seconds in named.items() if seconds is not None}
 
+    @property
+    def alternatives(self) -> int | None:
+        """Of how many of the likeliest tokens the log-probabilities are told with each drawn one's; None: of none, nor
+        its own. A route says which of its fields ask for that."""
+        return None
+
     def sampling(self) -> Sampling:
         """The sampling part of the request."""
+        alternatives = self.alternatives
         return Sampling(
             temperature=float(self.temperature),
             top_p=float(self.top_p),
             top_k=self.top_k,
+            min_p=float(self.min_p),
+            repetition_penalty=float(self.repetition_penalty),
+            presence_penalty=float(self.presence_penalty),
+            frequency_penalty=float(self.frequency_penalty),
+            logit_bias=self.logit_bias,
             seed=self.seed,
             stop=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
+            logprobs=alternatives is not None,
+            top_logprobs=alternatives or 0,
         )
 
     def check_min_tokens(self, max_tokens: int | None) -> None:
@@ -135,6 +166,11 @@ def empty(value: Any) -> bool:
     return value == [] or (isinstance(value, dict) and all(item is None for item in value.values()))
 
 
+def blank(value: Any) -> bool:
+    """Neutral when it is no word at all, as in a query."""
+    return bool(value == "")
+
+
 def zero(value: Any) -> bool:
     """Neutral at the number 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
@@ -149,11 +185,6 @@ def never(value: Any) -> bool:  # noqa: ARG001 - one signature for all
 UNSUPPORTED: Mapping[str, Neutral] = {
     "tools": empty,
     "tool_choice": only("auto", "none"),
-    "logit_bias": empty,
-    "top_logprobs": zero,
-    "frequency_penalty": zero,
-    "presence_penalty": zero,
-    "repetition_penalty": only(1, 1.0),
     "service_tier": only("auto", "default"),
     "moderation": never,
     "prompt_cache_key": never,

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
+from werkzeug.datastructures import MultiDict
 
 from pool.errors import InvalidRequest
-from tasks.payloads import ChatPrompt, GenerationRequest, Message
+from tasks.payloads import MAX_TOP_LOGPROBS, ChatPrompt, GenerationRequest, Message
 from webapp.bodies import shown
 from webapp.schemas.dialect import (
     UNSUPPORTED,
@@ -18,12 +19,16 @@ from webapp.schemas.dialect import (
     Schema,
     Text,
     Tokens,
+    blank,
     empty,
     never,
     only,
     validated,
     without_unsupported,
 )
+
+#: What `include` may ask for.
+LOGPROBS = "message.output_text.logprobs"
 
 
 class InputPart(Schema):
@@ -71,6 +76,13 @@ class ResponsesRequest(Generation):
     max_output_tokens: Tokens | None = None
     background: bool = False
     previous_response_id: Identifier | None = None
+    include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list, max_length=1)
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def alternatives(self) -> int | None:
+        """`include` asks for them, `top_logprobs` for more of them."""
+        return self.top_logprobs if self.include else None
 
     def generation(self, earlier: Sequence[Message] = ()) -> GenerationRequest:
         """The request as workers know it; `earlier`: the conversation before its input.
@@ -78,6 +90,8 @@ class ResponsesRequest(Generation):
         Raises InvalidRequest for fields that contradict each other.
         """
         self.check_min_tokens(self.max_output_tokens)
+        if self.top_logprobs and not self.include:
+            raise InvalidRequest(f"top_logprobs is only allowed when include holds {LOGPROBS}.", param="top_logprobs")
         turns = [Message(role="system", content=self.instructions)] if self.instructions else []
         turns.extend(earlier)
         if isinstance(self.input, str):
@@ -104,6 +118,7 @@ class ResponsesRequest(Generation):
             "top_p": self.top_p,
             "max_output_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "top_logprobs": self.top_logprobs,
             "previous_response_id": self.previous_response_id,
         }
 
@@ -120,7 +135,6 @@ UNSUPPORTED_HERE: Mapping[str, Neutral] = {
     **UNSUPPORTED,
     "text": _plain_text,
     "conversation": never,
-    "include": empty,
     "reasoning": empty,
     "prompt": never,
     "truncation": only("disabled"),
@@ -140,7 +154,7 @@ def _anything(value: Any) -> bool:  # noqa: ARG001 - one signature for all
 
 
 _IGNORED_IN_ITEMS: Mapping[str, Neutral] = {"id": _anything, "status": _anything, "phase": _anything}
-_IGNORED_IN_PARTS: Mapping[str, Neutral] = {"annotations": empty, "logprobs": empty}
+_IGNORED_IN_PARTS: Mapping[str, Neutral] = {"annotations": empty, "logprobs": _anything}
 _KNOWN_IN_ITEMS = frozenset(InputItem.model_fields)
 _KNOWN_IN_PARTS = frozenset(InputPart.model_fields)
 
@@ -148,6 +162,10 @@ _KNOWN_IN_PARTS = frozenset(InputPart.model_fields)
 def responses_request(body: Mapping[str, Any]) -> ResponsesRequest:
     """The body as a ResponsesRequest. Raises InvalidRequest."""
     kept = without_unsupported(body, _KNOWN, UNSUPPORTED_HERE)
+    for item in included if isinstance(included := kept.get("include"), list) else ():
+        if isinstance(item, str) and item != LOGPROBS:
+            message = f"include: {shown(item)} is not supported; {LOGPROBS} is."
+            raise InvalidRequest(message, param="include", code="unsupported_parameter")
     if isinstance(items := kept.get("input"), list):
         kept["input"] = [_item(item, f"input[{index}].") for index, item in enumerate(items)]
     return validated(ResponsesRequest, kept)
@@ -189,18 +207,29 @@ class ReplayQuery(Schema):
     include_obfuscation: Literal[False] = False
 
 
-def replay_query(query: Mapping[str, str]) -> int | None:
+#: Options of queries that genpool lacks: there is nothing to include, and a page goes on from its last item.
+_UNSUPPORTED_IN_QUERIES: Mapping[str, Neutral] = {"include": blank, "include[]": blank, "before": blank}
+_UNSUPPORTED_IN_REPLAYS: Mapping[str, Neutral] = {
+    **{name: _UNSUPPORTED_IN_QUERIES[name] for name in ("include", "include[]")},
+    "include_obfuscation": only("false"),
+}
+_KNOWN_IN_REPLAYS = frozenset({"stream", "starting_after"})
+
+
+def _once(query: MultiDict[str, str]) -> Mapping[str, str]:
+    """The query's parameters. Raises InvalidRequest for one that is given twice: readers of it may take either."""
+    for name, values in query.lists():
+        if len(values) > 1:
+            raise InvalidRequest(f"{shown(name)} is given more than once.", param=shown(name))
+    return query.to_dict()
+
+
+def replay_query(args: MultiDict[str, str]) -> int | None:
     """The query of GET /v1/responses/{id}: None for a poll, else the sequence number after which to replay (-1: all).
 
     Raises InvalidRequest.
     """
-    for name in query:
-        if name not in ("stream", "starting_after", "include_obfuscation"):
-            raise InvalidRequest(f"Unknown parameter: {shown(name)}.", param=shown(name), code="unknown_parameter")
-    if query.get("include_obfuscation", "false") != "false":
-        raise InvalidRequest(
-            "include_obfuscation is not supported.", param="include_obfuscation", code="unsupported_parameter"
-        )
+    query = without_unsupported(_once(args), _KNOWN_IN_REPLAYS, _UNSUPPORTED_IN_REPLAYS)
     stream = query.get("stream", "false")
     if stream not in ("true", "false"):
         raise InvalidRequest("stream must be true or false.", param="stream")
@@ -230,9 +259,9 @@ class ItemsQuery(Schema):
 _KNOWN_IN_ITEMS_QUERY = frozenset(ItemsQuery.model_fields)
 
 
-def items_query(query: Mapping[str, str]) -> ItemsQuery:
+def items_query(args: MultiDict[str, str]) -> ItemsQuery:
     """The query as an ItemsQuery. Raises InvalidRequest."""
-    given: dict[str, Any] = without_unsupported(query, _KNOWN_IN_ITEMS_QUERY, {"include": never, "include[]": never})
+    given: dict[str, Any] = without_unsupported(_once(args), _KNOWN_IN_ITEMS_QUERY, _UNSUPPORTED_IN_QUERIES)
     if (limit := given.get("limit", "")).isascii() and limit.isdigit() and len(limit) <= len(str(MAX_ITEMS)):
         given["limit"] = int(limit)
     return validated(ItemsQuery, given)

@@ -18,7 +18,7 @@ from workers.engines.tiny import tiny_llama
 #: Threads of an engine whose settings name no number, where there are as many cores.
 MAX_DEFAULT_THREADS = 4
 
-_RANDOM = re.compile(r"random:(\d{1,9})")
+_RANDOM = re.compile(r"random:([0-9]{1,9})")
 
 
 def is_random(source: str) -> bool:
