@@ -212,6 +212,17 @@ def _models(settings: Settings, weights_fault: WeightsFault) -> Iterator[Finding
             yield Finding(f"model {name}", OK, source)
         else:
             yield Finding(f"model {name}", FAILED, fault, f"Run: genpool models pull {name}, or check its source.")
+    if any(settings.models[name].backend == "llama_cpp" for name in enabled_models(settings)):
+        yield _llama_cpp()
+
+
+def _llama_cpp() -> Finding:
+    """A source package, so it is no requirement; a model may need it all the same."""
+    try:
+        return Finding("llama.cpp", OK, importlib.metadata.version("llama-cpp-python"))
+    except importlib.metadata.PackageNotFoundError:
+        remedy = 'Run: make llama, or: pip install "genpool[llama]"'
+        return Finding("llama.cpp", FAILED, "a model needs it, and it is not installed", remedy)
 
 
 def _port(settings: Settings) -> Finding:

@@ -70,10 +70,15 @@ def smollm2(smollm2_path: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
-def llama_small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """llama.cpp with a small random model."""
-    path = write_small_model(tmp_path_factory.mktemp("model") / "small.gguf")
-    engine = load_llama(path, slots=20, slot_tokens=CONTEXT, bytes_per_token=BYTES_PER_TOKEN)
+def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model in Q4_0."""
+    return write_small_model(tmp_path_factory.mktemp("model") / "small.gguf")
+
+
+@pytest.fixture(scope="session")
+def llama_small(small_path: Path) -> Iterator[Engine]:
+    """llama.cpp with the small model."""
+    engine = load_llama(small_path, slots=20, slot_tokens=CONTEXT, bytes_per_token=BYTES_PER_TOKEN)
     yield engine
     engine.close()
 
@@ -98,6 +103,11 @@ def load_llama(path: Path, *, slots: int, slot_tokens: int, bytes_per_token: int
     engine = load_engine("llama", model, weights=path)
     assert isinstance(engine, LlamaCpp)
     return engine
+
+
+def load_small(path: Path, *, slots: int = 6, **settings: Any) -> LlamaCpp:
+    """A small model in slots of 512 positions."""
+    return load_llama(path, slots=slots, slot_tokens=512, bytes_per_token=BYTES_PER_TOKEN, **settings)
 
 
 @pytest.fixture(params=list(WORKLOADS))

@@ -1,39 +1,25 @@
-"""What is special about the llama.cpp engine: its self-test, its slots, its failures, and what it refuses by name."""
+"""What is special about the llama.cpp engine: its self-test, its slots, its failures."""
 
 from __future__ import annotations
 
 import ctypes
-import json
-import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from pool.errors import ConfigurationError
-from pool.settings import ModelSettings
-from tasks.ports import CacheMiss, Engine, Member, MemberError, StepLogits
-from tests.engine.conftest import load_llama
+from tasks.ports import CacheMiss, Logits, Member, MemberError, StepLogits
+from tests.engine.conftest import load_llama, load_small
 from tests.engine.driving import begin, decode, feed, ids, new_scope, prefill, row_of, same_bits, some_tokens
 from tests.engine.gguf_writing import write_gguf
 from tests.engine.small_model import BYTES_PER_TOKEN, METADATA, VOCABULARY, small_tensors, write_small_model
-from workers.engines import load_engine
 from workers.engines.llama_cpp_context import ContextOptions, LlamaContext, Row
 from workers.engines.llama_cpp_engine import LlamaCpp
-from workers.engines.llama_cpp_library import library, requantise
+from workers.engines.llama_cpp_library import library
 from workers.engines.llama_cpp_selftest import PROMPT_TOKENS, SelfTest, _SelfTest
-
-STRINGS: dict[str, list[str]] = json.loads((Path(__file__).parent / "strings.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="session")
-def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("model") / "small.gguf")
 
 
 @pytest.fixture
@@ -43,10 +29,6 @@ def small(small_path: Path) -> Iterator[LlamaCpp]:
     yield engine
     engine.check_integrity()
     engine.close()
-
-
-def load_small(path: Path, *, slots: int = 6, **settings: Any) -> LlamaCpp:
-    return load_llama(path, slots=slots, slot_tokens=512, bytes_per_token=BYTES_PER_TOKEN, **settings)
 
 
 # -- what shows in the bits ------------------------------------------------------------------------------------------
@@ -137,7 +119,55 @@ def test_snapshots_are_of_one_form(small_path: Path) -> None:
         engine.close()
 
 
+@pytest.fixture(scope="module")
+def telling_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights in float32: where one row and several have other kernels, as on most machines, bits tell which were
+    computed together."""
+    path = tmp_path_factory.mktemp("model") / "float32.gguf"
+    return write_small_model(path, kind=GGMLQuantizationType.F32)
+
+
+def test_a_last_token_beyond_the_grid_is_a_single_one(telling_path: Path) -> None:
+    """In whatever chunk it comes."""
+    engine = load_small(telling_path)
+    prompt = some_tokens(engine, 161)
+    whole = prefill(engine, "a", prompt)
+    assert same_bits([prefill(engine, "b", prompt, chunk=160)], [whole])
+    engine.close()
+
+
+def test_a_chunk_beside_single_tokens_is_computed_as_alone(telling_path: Path) -> None:
+    """Its first token does not go with the single ones."""
+    engine = load_small(telling_path)
+    prompt, other = some_tokens(engine, 96, seed=1), some_tokens(engine, 50, seed=2)
+    expected = prefill(engine, "a", prompt, chunk=48)
+    prefill(engine, "b", other)
+    begin(engine, "c", prompt)
+    engine.step([Member("c", 0, prompt[:48], 0, wants_logits=False), Member("b", 0, ids(30), 50)])
+    results = engine.step([Member("b", 0, ids(31), 51), Member("c", 0, prompt[48:], 48)])
+    assert same_bits([row_of(results[1])], [expected])
+    engine.close()
+
+
 # -- slots -----------------------------------------------------------------------------------------------------------
+
+
+def test_single_tokens_are_computed_together(telling_path: Path) -> None:
+    """In whatever order they come, and though a session between them has left."""
+    prompts = [np.random.default_rng(seed).integers(17, 512, 40).astype(np.int32) for seed in range(3)]
+    rows: list[list[Logits]] = []
+    for order, leaves in (((0, 2), False), ((2, 0), False), ((0, 2), True)):
+        engine = load_small(telling_path)
+        for number in (0, 1, 2) if leaves else (0, 2):
+            prefill(engine, f"s{number}", prompts[number])
+        if leaves:
+            engine.release("s1", 0)
+        results = engine.step([Member(f"s{number}", 0, ids(30), 40) for number in order])
+        by_session = dict(zip(order, map(row_of, results), strict=True))
+        rows.append([by_session[0], by_session[2]])
+        engine.close()
+    assert same_bits(rows[1], rows[0])
+    assert same_bits(rows[2], rows[0])
 
 
 def test_a_step_of_many_is_one_batch(small: LlamaCpp) -> None:
@@ -254,6 +284,20 @@ def test_what_cannot_be_computed_is_its_members_error(small: LlamaCpp) -> None:
     assert same_bits([feed(small, "c", prompt, 0), *decode(small, "c", [30, 31], 40)], expected)
 
 
+def test_a_prompt_that_fails_in_its_middle_leaves_nothing(small_path: Path) -> None:
+    """What its first batches computed is taken back."""
+    engine = load_llama(small_path, slots=4, slot_tokens=1536, bytes_per_token=BYTES_PER_TOKEN)
+    prompt = some_tokens(engine, 1300)
+    expected = prefill(engine, "a", prompt)
+    begin(engine, "b", prompt)
+    failing = engine.decodes + 2
+    with aborted(engine, lambda: engine.decodes == failing):
+        assert isinstance(engine.step([Member("b", 0, prompt, 0)])[0], MemberError)
+    engine.check_integrity()
+    assert same_bits([feed(engine, "b", prompt, 0)], [expected])
+    engine.close()
+
+
 def test_overflowing_numbers_end_with_their_session(tmp_path: Path) -> None:
     """A token whose values overflow fails its member by name; nothing of it reaches who has its slot afterwards."""
     tensors = small_tensors()
@@ -339,134 +383,3 @@ def test_a_slot_can_be_filled_to_its_end(small_path: Path) -> None:
     assert context.held(0) == 256
     assert context.swap(0, 1) == (True, True)
     context.close()
-
-
-# -- files and settings ----------------------------------------------------------------------------------------------
-
-
-def refused(path: Path, **settings: Any) -> str:
-    """The message with which a file is refused."""
-    with pytest.raises(ConfigurationError) as refusal:
-        load_small(path, **settings)
-    return refusal.value.message
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("attention.head_count", 0),
-        ("attention.head_count", 3),
-        ("attention.head_count_kv", 0),
-        ("attention.head_count_kv", 3),
-        ("attention.key_length", 0),
-        ("block_count", 0),
-        ("block_count", 2**30),
-        ("context_length", 0),
-        ("embedding_length", 0),
-        ("feed_forward_length", 0),
-        ("rope.dimension_count", 0),
-        ("attention.head_count", "four"),
-    ],
-)
-def test_hyperparameters_without_sense_are_refused(tmp_path: Path, key: str, value: int | str) -> None:
-    """llama.cpp would divide by them."""
-    path = write_small_model(tmp_path / "model.gguf", **{key: value})
-    message = refused(path)
-    assert "model.gguf" in message
-    assert key in message or "divide" in message
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("block_count", 2), ("block_count", 4), ("embedding_length", 64), ("feed_forward_length", 64)]
-)
-def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, key: str, value: int) -> None:
-    """What llama.cpp says about it is passed on."""
-    assert "llama.cpp cannot load model.gguf: " in refused(write_small_model(tmp_path / "model.gguf", **{key: value}))
-
-
-def test_damaged_files_are_refused(tmp_path: Path, small_path: Path) -> None:
-    """Cut short anywhere, or no GGUF file at all, or one with numbers that are none."""
-    content, path = small_path.read_bytes(), tmp_path / "model.gguf"
-    for length in (0, 3, 20, 1000, len(content) // 2, len(content) - 1):
-        path.write_bytes(content[:length])
-        assert "model.gguf cannot be read as a GGUF file" in refused(path)
-    path.write_bytes(b"x" * 1000)
-    assert "model.gguf" in refused(path)
-    tensors = small_tensors()
-    tensors["output_norm.weight"] = tensors["output_norm.weight"] * np.float32(np.nan)
-    write_gguf(path, metadata=METADATA, tensors=tensors, vocabulary=VOCABULARY)
-    assert "llama.cpp cannot load model.gguf" in refused(path)
-
-
-def test_settings_out_of_range_are_refused(small_path: Path) -> None:
-    """Each names what is wrong and the numbers."""
-    assert (
-        "built without support for a GPU" in refused(small_path, gpu_layers=1) or library().llama_supports_gpu_offload()
-    )
-    assert f"take {6 * 256 * BYTES_PER_TOKEN}" in refused(small_path, kv_budget_bytes=1000)
-    assert "sequences, not 300" in refused(small_path, target_inflight=298, kv_budget_bytes=2**30)
-    with pytest.raises(ConfigurationError, match="for the backend numpy"):
-        load_engine("x", ModelSettings(backend="llama_cpp", source="random:1"), weights=None)
-
-
-def test_a_budget_is_shared_out_in_equal_slots(small_path: Path) -> None:
-    """No more than the model's context each."""
-    for positions, expected in ((256, 256), (511, 256), (512, 512), (2048, 2048), (9999, 2048)):
-        engine = load_small(small_path, slots=3, target_inflight=2, kept_prefixes=1,
-                            kv_budget_bytes=3 * positions * BYTES_PER_TOKEN)  # fmt: skip
-        assert engine.capability().max_positions == engine.context_length == expected
-        assert engine.kv_usage().total == 3 * expected
-        assert engine.bytes_per_token == BYTES_PER_TOKEN
-        engine.close()
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to type."""
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    monkeypatch.delitem(sys.modules, "llama_cpp.llama_cpp", raising=False)
-    with pytest.raises(ConfigurationError, match=r"make llama.*genpool\[llama\]"):
-        library.__wrapped__()
-
-
-def test_the_library_is_silent(
-    small_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """What it writes by itself are debug lines, and nothing of a prompt is among them."""
-    with caplog.at_level(logging.DEBUG, "genpool.llama_cpp"):
-        engine = load_small(small_path)
-        prefill(engine, "a", some_tokens(engine, 20))
-        engine.close()
-    lines = [record for record in caplog.records if record.name == "genpool.llama_cpp"]
-    assert len(lines) > 10
-    assert {record.levelno for record in lines} == {logging.DEBUG}
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_file_that_cannot_be_requantised_is_named(tmp_path: Path) -> None:
-    """And nothing is left where the new one would be."""
-    path, target = tmp_path / "model.gguf", tmp_path / "new.gguf"
-    path.write_bytes(b"nonsense")
-    with pytest.raises(ConfigurationError, match=r"model\.gguf cannot be requantised: "):
-        requantise(path, target, 2)
-    assert not target.exists()
-
-
-def test_tokens_are_llama_cpps(llama_smollm2: Engine) -> None:
-    """The vocabulary that API nodes get gives the ids that llama.cpp gives itself, for texts of many scripts."""
-    assert isinstance(llama_smollm2, LlamaCpp)
-    lib = library()
-    vocabulary = lib.llama_model_get_vocab(llama_smollm2._context._model)
-    for texts in STRINGS.values():
-        for text in texts:
-            for special in (False, True):
-                raw = text.encode()
-                room = (ctypes.c_int32 * (len(raw) + 16))()
-                count = lib.llama_tokenize(vocabulary, raw, len(raw), room, len(room), False, special)
-                assert llama_smollm2.vocabulary.encode(text, special=special) == list(room[:count]), text
-
-
-def test_smollm2_requantised_is_exact(llama_smollm2: Engine) -> None:
-    """The shipped quantisation keeps the recipe's promise on this machine."""
-    assert isinstance(llama_smollm2, LlamaCpp)
-    assert llama_smollm2.tested.batch_invariant
-    assert llama_smollm2.tested.threads_invariant

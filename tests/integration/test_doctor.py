@@ -176,6 +176,26 @@ def test_keys_are_there_when_they_must_be(server: StateServer, tmp_path: Path, m
 
 
 @pytest.mark.usefixtures("worker")
+def test_llama_cpp_is_there_where_a_model_needs_it(
+    server: StateServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not looked for otherwise."""
+    state = f'[state]\nurl = "{server.url}"\n[server]\nport = {free_port()}\n'
+    assert "llama.cpp" not in found(settings_of(tmp_path, state))
+    needing = settings_of(tmp_path, f'{state}[models.needing]\nsource = "{tmp_path}"\nbackend = "llama_cpp"\n')
+    assert found(needing)["llama.cpp"].status == OK
+    versions = importlib.metadata.version
+
+    def without(name: str) -> str:
+        if name == "llama-cpp-python":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    assert "make llama" in found(needing)["llama.cpp"].remedy
+
+
+@pytest.mark.usefixtures("worker")
 def test_model_files_are_there_and_whole(server: StateServer, tmp_path: Path) -> None:
     """A path without a file, a file that is none, a known file of the right size with other content."""
     state = f'[state]\nurl = "{server.url}"\n[server]\nport = {free_port()}\n'

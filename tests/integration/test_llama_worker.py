@@ -17,7 +17,7 @@ from tests.integration.celery_process import Site, Worker
 from tests.waiting import wait_until
 
 MODEL = "small"
-TOKENS = 600
+TOKENS = 1900
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0, ignore_eos=True),
     "seeded": Sampling(temperature=0.9, top_p=0.9, seed=5, ignore_eos=True),
@@ -26,7 +26,7 @@ SAMPLINGS = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A site that also has a small model of llama.cpp's, in four slots of 1,024 positions."""
+    """A site that also has a small model of llama.cpp's, in four slots of 2,048 positions."""
     folder = tmp_path_factory.mktemp("site")
     path = write_small_model(folder / "small.gguf")
     with StateServer(tmp_path_factory.mktemp("state")) as server:
@@ -40,7 +40,7 @@ def add_model(site: Site, path: Path) -> None:
     """Into the site's configuration."""
     config = Path(site.env["GENPOOL_CONFIG"])
     lines = {"backend": '"llama_cpp"', "source": f'"{path}"', "target_inflight": 3, "kept_prefixes": 1, "threads": 1}
-    lines["kv_budget_bytes"] = 4 * 1024 * BYTES_PER_TOKEN
+    lines["kv_budget_bytes"] = 4 * 2048 * BYTES_PER_TOKEN
     settings = "".join(f"{name} = {value}\n" for name, value in lines.items())
     config.write_text(f"{config.read_text()}[models.{MODEL}]\n{settings}")
     site.settings = load_configuration(config, environ={}).settings

@@ -84,19 +84,17 @@ def test_what_is_kept_makes_way() -> None:
 
 
 def test_the_longest_unused_is_given_up() -> None:
-    """To be begun with counts as use."""
-    pool = SlotPool(3, SLOT_TOKENS)
-    for k in (1, 2, 3):
-        run(pool, f"s{k}", tokens((k, 50)))
-    for k in (1, 2, 3):
-        end(pool, f"s{k}")
-    placement = run(pool, "again", tokens((1, 50), (9, 5)))
-    assert placement is not None
-    assert placement.held == 50
-    assert run(pool, "new", tokens((4, 50))) is not None
+    """To be begun with counts as use: of three that have ended, the first to end was asked for again."""
+    pool = SlotPool(4, SLOT_TOKENS)
+    prompts = {"a": tokens((1, 50)), "b": tokens((2, 60)), "c": tokens((3, 70))}
+    for name, prompt in prompts.items():
+        run(pool, name, prompt)
+    for name in "bac":
+        end(pool, name)
+    assert run(pool, "again", tokens((2, 60), (9, 5))) == Placement(0, 60, (Swap(0, 3),), source=1)
+    assert run(pool, "new", tokens((4, 50))) == Placement(1, 0, (Swap(1, 3),))
     assert pool.evictions == 1
-    assert pool.resident(tokens((2, 50), (9, 5)), "") == 0
-    assert pool.resident(tokens((3, 50), (9, 5)), "") == 50
+    assert pool.kept() == {3: 60, 2: 70}
 
 
 def test_the_last_one_kept_is_taken_over_by_changing_places() -> None:
