@@ -59,7 +59,11 @@ _SEED = click.option(
     "--seed", type=click.IntRange(0, MAX_SEED), help="Makes the result repeatable. Default: a random one."
 )
 _OPTION = click.option(
-    "-o", "--option", multiple=True, metavar="NAME=VALUE", help="Any other sampling option, e.g. top_p=0.9. Repeatable."
+    "-o",
+    "--option",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Any other sampling option, e.g. top_p=0.9. Repeatable. Default: none.",
 )
 _ALL = click.option("--all", "everything", is_flag=True, help="All dead letters instead of single ones.")
 
