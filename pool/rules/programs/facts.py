@@ -60,7 +60,9 @@ class Program:
     it has ever been active, so that a relocation is one; `reserved_output_tokens`: the stored reservation of its
     request in flight, None without one; `prompt_tokens`: length of its last prompt; `last_finish_ms`: end of its last
     request, 0 before; `rounds`: requests completed since its activation; `activated_ms`: when that was;
-    `pause_when_idle`: marked by a repair."""
+    `pause_when_idle`: marked by a repair; `held_by_hint_ms`: since when only the hint of its last request keeps its
+    place, because its automatic TTL is over, None while that is not so; `awaited_by`: ids of its ancestors that cannot
+    go on before it ends, nearest first, over blocking links only."""
 
     id: str
     state: State
@@ -77,13 +79,16 @@ class Program:
     yielded: bool = False
     pause_when_idle: bool = False
     waiting: Waiting | None = None
+    held_by_hint_ms: int | None = None
+    awaited_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What a rank's engine reported. `began_ms`: when the look at it began; `tokens`: resident tokens that Programs
-    account for, None where the engine gives no figure; `changed_tokens`: what transitions have added to the ledger
-    since `began_ms`; `waiting`, `running`: requests inside the engine."""
+    account for, None where the engine gives no figure; `changed_tokens`: what transitions have added since `began_ms`
+    to the ledger and to what is leaving, together, so that a pause alone changes nothing; `waiting`, `running`:
+    requests inside the engine."""
 
     began_ms: int
     tokens: int | None
@@ -123,8 +128,8 @@ class Rank:
     """One rank of a model. `capacity_tokens`: KV tokens that Programs may own, None when only their number is bounded;
     `ledger_tokens`: private tokens of its active Programs; `leaving_tokens`: those of Programs that left, until the
     engine reports them gone; `active`, `reasoning`: numbers of active Programs, and of those that have a request in
-    flight; `programs`: the active ones a decision may concern; `waiting`: the paused ones that wait for it, in any
-    order."""
+    flight; `programs`: the active ones a decision may concern: all of them where sums over active ones are to be exact;
+    `waiting`: the paused ones that wait for it, in any order."""
 
     id: str
     capacity_tokens: int | None
