@@ -5,6 +5,8 @@ Each violation names the invariant it breaks:
     I1  every accepted job ends exactly once: unended jobs are in the index and reachable, ended ones are nowhere else
     I2  the same request gives the same bytes: by running jobs again (tasks/rerun.py), never here
     I3  a job's log is gapless and unique, and says the same as its record
+    I4  what a rank's book counts is what its Programs have (pool/store/program_audit.py)
+    I5  a Program is in exactly one place
     I6  only the attempt that holds a lease runs: a running job has one lease, a lease one running job
     I7  no key leaks: what belongs to a job goes when the job goes, and an input's block lives as long as it is needed
 
@@ -15,24 +17,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from pool.rules import jobs
 from pool.store.connection import Client, state_errors
 from pool.store.entries import token_of
-from pool.store.keys import ModelKeys
 from pool.store.log import LogEntry, texts_of, unpack
+from pool.store.program_audit import ProgramAudit
+from pool.store.program_keys import ProgramKeys
+from pool.store.violations import Violation
+
+__all__ = ["Audit", "Violation"]
 
 BATCH = 200
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Violation:
-    """`subject` is a job token, a key or a stream entry's id; `detail` holds no prompt and no text."""
-
-    invariant: str
-    subject: str
-    detail: str
 
 
 class Audit:
@@ -40,7 +36,8 @@ class Audit:
 
     def __init__(self, client: Client, model: str, shard: int = 0) -> None:
         self._client = client
-        self._keys = ModelKeys(f"{model}:{shard}")
+        self._keys = ProgramKeys(f"{model}:{shard}")
+        self._programs = ProgramAudit(client, self._keys)
 
     def run(self) -> list[Violation]:
         """All violations that two looks agree on, in order. Raises StateUnavailable."""
@@ -54,7 +51,8 @@ class Audit:
         leases = {member.decode() for member, _ in client.zscan_iter(keys.leases, count=BATCH)}
         timers = {member.decode().split(":", 1)[1] for member, _ in client.zscan_iter(keys.timers, count=BATCH)}
         entries: dict[str, str] = {}
-        for entry, fields in self._stream():
+        streams = [keys.queue, *(place["stream"] for place in map(keys.place, self._programs.ranks()))]
+        for entry, fields in (item for stream in streams for item in self._stream(stream)):
             named = token_of(fields)
             if named is None:
                 yield Violation("I7", entry.decode(), "a stream entry that names no job")
@@ -71,16 +69,18 @@ class Audit:
         for key in client.scan_iter(match=keys.job("*"), count=BATCH):
             yield from self._stored(key.decode().rpartition(":")[2], tokens, held)
         yield from self._inputs(held)
+        yield from self._programs.look()
 
-    def _stream(self) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
+    def _stream(self, stream: str) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
         start = "-"
-        while page := self._client.xrange(self._keys.queue, start, "+", count=BATCH):
+        while page := self._client.xrange(stream, start, "+", count=BATCH):
             yield from page
             start = f"({page[-1][0].decode()}"
 
     def _reachable(self, token: str, indexed: bool, leased: bool, entry: str | None) -> Iterator[Violation]:
         """What the index, the leases, the timers and the stream say of a job against its record."""
-        state, own_entry = self._client.hmget(self._keys.job(token), "state", "entry")
+        names = ("state", "entry", "program", "ticket")
+        state, own_entry, program, ticket = self._client.hmget(self._keys.job(token), *names)
         if state is None:
             yield Violation("I7", token, "an index, a lease, a timer or an entry outlived the record")
         elif jobs.is_terminal(state.decode()):
@@ -88,7 +88,10 @@ class Audit:
         else:
             if not indexed:
                 yield Violation("I1", token, "the job has not ended, but it is not in the index")
-            if entry != (own_entry or b"").decode():
+            pooled = program is not None and own_entry == b"0-0"
+            if pooled and self._client.lpos(self._keys.pool(program.decode()), ticket) is None:
+                yield Violation("I1", token, "no worker can reach the job: it is in no stream and no pool")
+            if not pooled and entry != (own_entry or b"").decode():
                 yield Violation("I1", token, "no worker can reach the job: its entry is not in the stream")
             if leased != (state.decode() == jobs.RUNNING):
                 yield Violation("I6", token, f"the job is {state.decode()} {'with' if leased else 'without'} a lease")

@@ -114,7 +114,7 @@ class Delivery:
         """
         commands = (self._begin_command(entry, alone) for entry in entries)
         unread: list[tuple[Entry, list[Any]]] = []
-        for entry, reply in zip(entries, run_stream(self.reader, commands), strict=True):
+        for entry, reply in zip(entries, self._run_begins(entries, commands), strict=True):
             if reply[0] == b"alone":
                 yield entry
             elif reply[0] == b"ok" and (reply[_LOGGED] or len(reply) > _WHOLE):
@@ -127,6 +127,10 @@ class Delivery:
             if len(reply) > _WHOLE:
                 self._read_input(handout, *reply[_WHOLE:])
             yield handout
+
+    def _run_begins(self, entries: Sequence[Entry], commands: Iterable[Command]) -> Iterator[list[Any]]:  # noqa: ARG002
+        """The replies of these commands, which begin these entries."""
+        return run_stream(self.reader, commands)
 
     def begin_alone(self, entry: Entry, alone: int = ALL_ALONE) -> Handout | Entry | None:
         """Begin a job on trial by itself. The entry again: the rank must be emptier; None: it went elsewhere."""

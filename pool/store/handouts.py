@@ -12,6 +12,7 @@ from typing import Any
 
 from pool.rules import jobs
 from pool.store.log import LogEntry, replay_of, unpack
+from pool.store.placements import Outcome, Placement
 from pool.store.records import Output
 from pool.store.scripts import Value
 
@@ -19,12 +20,13 @@ from pool.store.scripts import Value
 @dataclass(slots=True)
 class Lease:
     """The fence of one attempt: every write of it carries attempt and nonce. `blocks`: ids of the input's blocks, which
-    the job's end lets go."""
+    the job's end lets go; `placement`: of a Program's job, the place that its end must still find."""
 
     token: str
     attempt: int
     nonce: str
     blocks: tuple[str, ...] = ()
+    placement: Placement | None = None
 
 
 @dataclass(slots=True)
@@ -64,11 +66,12 @@ class Handout:
 @dataclass(slots=True)
 class Entry:
     """A stream entry of this rank's pending list, the job it names, and the fence with which it begins: beginning the
-    same Entry again is safe."""
+    same Entry again is safe. `program`: whose job it is, "" for plain work."""
 
     id: str
     token: str
     nonce: str
+    program: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class Taken:
 @dataclass(slots=True)
 class Ending:
     """How a job ends: a terminal `state`, with outputs and usage or with an error. `engine`: the fingerprint of one
-    that gives the same bytes for the same request, else ""."""
+    that gives the same bytes for the same request, else ""; `outcome`: what a Program's request told of it."""
 
     state: str
     outputs: tuple[Output, ...] = ()
@@ -91,6 +94,7 @@ class Ending:
     error_code: str = ""
     error_message: str = ""
     engine: str = ""
+    outcome: Outcome | None = None
 
     def fields(self) -> list[Value]:
         """The terminal record's fields, as name, value, name, value ..."""

@@ -16,9 +16,11 @@ import redis
 
 from pool.errors import JobErased, JobExpired, JobNotCancellable, JobUnknown, KeyConflict, StateUnavailable
 from pool.rules import jobs
+from pool.store import program_endings
+from pool.store.accepting import LATE_MS, PlainWay, Way, accepting
 from pool.store.connection import Client, state_errors
 from pool.store.ids import UNKNOWN, JobRef, check_kind
-from pool.store.inputs import StoredInput, stored_input
+from pool.store.inputs import stored_input
 from pool.store.keys import PROBE, idempotency_key, keys_of, node_channel
 from pool.store.log import LogEntry, unpack
 from pool.store.memory import MemoryGate
@@ -30,10 +32,9 @@ from pool.store.server_clock import ServerClock
 #: A connection that was broken while it lay in the pool fails at once. What takes longer (no free connection, no
 #: answer) would take as long again.
 AT_ONCE_S = 0.5
-#: How late a submit that got no answer, or one that goes with a refused one, may still arrive.
-LATE_MS = 600_000
 #: How often a submit is tried whose reply says, in time, that it came too late.
 LATE_TRIES = 3
+PLAIN = PlainWay()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +59,30 @@ class JobStore:
         #: How long a reply is waited for, from when its command is sent.
         self._patience_ms = round(client.connection_pool.connection_kwargs["socket_timeout"] * 1000)
 
-    def submit(self, job: NewJob, *, key: str | None = None) -> None:
+    def submit(self, job: NewJob, *, key: str | None = None, way: Way = PLAIN) -> None:
         """Accept a job. Idempotent by its id: a second submit of the same id changes nothing. When this raises, nothing
         of it is carried out later; only of one that was carried out may the reply have been lost.
 
         `key`: the Idempotency-Key that was claimed for it; a refusal is then final for this id, and the key is free.
+        `way`: how it comes in.
 
         Raises QueueFull (nothing stored) and StateUnavailable (submitting the same NewJob again is safe).
         """
         shortage = self._memory.refusal()
+        cap = 0 if shortage else self._pending_per_model
         stored = stored_input(job)
 
         def offer(sent: Container[int] = ()) -> list[Any]:
-            return self._timely(
-                lambda not_after_ms: self._submit_command(
-                    job, stored, sent, not_after_ms, 0 if shortage else self._pending_per_model, key is not None
+            def build(not_after_ms: int) -> Command:
+                accepted = accepting(
+                    job, stored, sent=sent, not_after_ms=not_after_ms, cap=cap, claimed=key is not None
                 )
-            )
+                return way.command(job, accepted)
+
+            while True:
+                code, *detail = self._timely(build)
+                if not way.leads_on(code, detail):
+                    return [code, *detail]
 
         # Nothing of the blocks is sent at first: a history that is sent again is mostly there.
         code, *detail = offer()
@@ -103,34 +111,6 @@ class JobStore:
                 return [code, *detail]
             # We are still here: the server's clock was set meanwhile, or the way was long. Now we know its time.
         raise StateUnavailable("The state server is too slow at the moment.")
-
-    def _submit_command(
-        self, job: NewJob, stored: StoredInput, sent: Container[int], not_after_ms: int, cap: int, claimed: bool
-    ) -> Command:
-        """`sent`: positions of the blocks whose content is sent along."""
-        keys = keys_of(job.ref)
-        return script("submit")(
-            job=keys.job(job.ref.token),
-            queue=keys.queue,
-            index=keys.index,
-            timers=keys.timers,
-            tombstone=keys.tombstone(job.ref.token),
-            tenants=keys.tenants,
-            blocks=[keys.input(block.id) for block in stored.blocks],
-            token=job.ref.token,
-            not_after=not_after_ms,
-            cap=cap,
-            tenant=job.tenant,
-            own_cap=job.tenant_cap,
-            claimed=int(claimed),
-            remember=LATE_MS,
-            n=job.n,
-            queue_timeout=job.queue_timeout_ms,
-            deadline=job.deadline_ms,
-            reader=job.reader_ms,
-            data=[block.packed() if at in sent else b"" for at, block in enumerate(stored.blocks)],
-            fields=job.fields() + stored.fields,
-        )
 
     def read(self, ref: JobRef) -> JobRecord:
         """The job's record. Raises JobUnknown."""
@@ -179,6 +159,11 @@ class JobStore:
         code, *rest = self._run_known(ref, self._cancel_command(ref))
         if code == b"blocks":
             code, *rest = self._run_known(ref, self._cancel_command(ref, rest[0].decode().split()))
+        if code == b"program":
+            with state_errors():
+                code, *rest = program_endings.cancel(self._client, ref, rest[0].decode(), self._result_ttl_ms)
+            if code == b"gone":
+                raise self.absence(ref)
         if code == b"ended" and rest[0].decode() != jobs.CANCELLED:
             raise JobNotCancellable(f"This generation has already ended: {rest[0].decode()}.")
         if code == b"ok":
@@ -186,8 +171,7 @@ class JobStore:
         return self.read(ref)
 
     def _cancel_command(self, ref: JobRef, blocks: Sequence[str] = ()) -> Command:
-        keys = keys_of(ref).ending(ref.token, blocks)
-        return script("cancel")(**keys, token=ref.token, ttl=self._result_ttl_ms)
+        return script("cancel")(**keys_of(ref).ending(ref.token, blocks), token=ref.token, ttl=self._result_ttl_ms)
 
     def void(self, ref: JobRef) -> None:
         """A submit that got no answer shall have no effect: the job is cancelled if it arrived, and refused if it still

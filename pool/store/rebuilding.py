@@ -43,7 +43,8 @@ def rebuild(client: Client, keys: ModelKeys) -> int:
     cursor = 0
     while True:
         cursor, members = client.zscan(keys.index, cursor, count=BATCH)
-        tokens = [member.decode() for member, _ in members if b"#" not in member]
+        # Those of Programs, with times below zero, are not in this stream (pool/store/program_upkeep.py).
+        tokens = [member.decode() for member, at_ms in members if b"#" not in member and at_ms >= 0]
         commands = [
             script("reenqueue")(
                 job=keys.job(token),

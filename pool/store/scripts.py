@@ -5,6 +5,7 @@ ARGV by hand and no caller counts them either:
 
     -- KEY  job     hash            a key, in the order of KEYS (type; then free text)
     -- KEYS jobs    hash            the remaining keys, any number, as a list
+    -- GROUP at     waiting order   keys that belong together, as one table: at.waiting, at.order; in libraries too
     -- ARG  lease   ms              one value; `str` stays a string, every other word is a unit and makes a number
     -- ARG  entries list            a list of strings (travels as its length followed by its items)
     -- INCLUDE fence                lib/fence.lua is pasted in front of the body
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,7 +30,8 @@ import redis
 from pool.store.connection import Client
 
 _LUA = Path(__file__).parent / "lua"
-_DECLARATION = re.compile(r"^-- (KEYS|KEY|ARG|INCLUDE|FLAGS|RETURN)\s+(.*)$")
+_DECLARATION = re.compile(r"^-- (KEYS|KEY|GROUP|ARG|INCLUDE|FLAGS|RETURN)\s+(.*)$")
+_LIBRARY_GROUP = re.compile(r"^-- GROUP\s+(\S+)\s+(.*)$", re.MULTILINE)
 
 Value = str | bytes | int | float
 Command = list[Value]
@@ -41,25 +43,28 @@ PART = 16
 @dataclass(frozen=True, slots=True)
 class Script:
     """One verb: `keys` and `args` are the declared names in order; `lists` those args that are lists; `key_list` names
-    the variable tail of KEYS, "" where there is none."""
+    the variable tail of KEYS, "" where there is none; `groups`: name and members of each group of keys."""
 
     name: str
     keys: tuple[str, ...]
+    groups: tuple[tuple[str, tuple[str, ...]], ...]
     key_list: str
     args: tuple[str, ...]
     lists: frozenset[str]
     source: str
     sha: str
 
-    def __call__(self, **values: Value | Sequence[Value]) -> Command:
+    def __call__(self, **values: Value | Sequence[Value] | Mapping[str, Value]) -> Command:
         """The EVALSHA command for these keys and arguments. TypeError for a missing or unknown name."""
         command: Command = ["EVALSHA", self.sha, len(self.keys)]
         try:
             command.extend(cast(str, values[name]) for name in self.keys)
+            for name, members in self.groups:
+                group = cast("Mapping[str, Value]", values[name])
+                command.extend(group[member] for member in members)
             if self.key_list:
-                tail = cast("Sequence[Value]", values[self.key_list])
-                command[2] = len(self.keys) + len(tail)
-                command.extend(tail)
+                command.extend(cast("Sequence[Value]", values[self.key_list]))
+            command[2] = len(command) - 3
             for name in self.args:
                 value = values[name]
                 if name in self.lists:
@@ -70,11 +75,13 @@ class Script:
                     command.append(cast(Value, value))
         except KeyError as missing:
             raise TypeError(f"script {self.name} needs {missing}") from None
-        if len(values) != len(self.keys) + len(self.args) + bool(self.key_list):
-            raise TypeError(
-                f"script {self.name} takes no {sorted(set(values) - {*self.keys, *self.args, self.key_list})}"
-            )
+        if len(values) != len(self.keys) + len(self.groups) + len(self.args) + bool(self.key_list):
+            raise TypeError(f"script {self.name} takes no {sorted(set(values) - self.declared())}")
         return command
+
+    def declared(self) -> set[str]:
+        """The names of all that a call gives."""
+        return {*self.keys, *self.args, *(name for name, _ in self.groups), *filter(None, [self.key_list])}
 
 
 @cache
@@ -86,6 +93,7 @@ def script(name: str) -> Script:
     args: list[tuple[str, str]] = []
     includes: list[str] = []
     flags: list[str] = []
+    groups: list[tuple[str, tuple[str, ...]]] = []
     for line in text.splitlines():
         match = _DECLARATION.match(line)
         if match is None:
@@ -95,6 +103,8 @@ def script(name: str) -> Script:
             keys.append(rest[0])
         elif word == "KEYS":
             key_list = rest[0]
+        elif word == "GROUP":
+            groups.append((rest[0], tuple(rest[1:])))
         elif word == "ARG":
             args.append((rest[0], rest[1]))
         elif word == "INCLUDE":
@@ -103,10 +113,12 @@ def script(name: str) -> Script:
             flags.extend(rest)
     shebang = "#!lua" + (f" flags={','.join(flags)}" if flags else "")
     library = [(_LUA / "lib" / f"{include}.lua").read_text(encoding="utf-8") for include in includes]
-    source = "\n".join([shebang, *_locals(keys, key_list, args), *library, text])
+    groups += [(group[1], tuple(group[2].split())) for part in library for group in _LIBRARY_GROUP.finditer(part)]
+    source = "\n".join([shebang, *_locals(keys, groups, key_list, args), *library, text])
     return Script(
         name=name,
         keys=tuple(keys),
+        groups=tuple(groups),
         key_list=key_list,
         args=tuple(arg for arg, _ in args),
         lists=frozenset(arg for arg, unit in args if unit == "list"),
@@ -115,12 +127,22 @@ def script(name: str) -> Script:
     )
 
 
-def _locals(keys: Sequence[str], key_list: str, args: Sequence[tuple[str, str]]) -> Iterable[str]:
+def _locals(
+    keys: Sequence[str],
+    groups: Sequence[tuple[str, tuple[str, ...]]],
+    key_list: str,
+    args: Sequence[tuple[str, str]],
+) -> Iterable[str]:
     """The generated prelude: `local name = ...` for every declaration."""
     for position, name in enumerate(keys, start=1):
         yield f"local {name} = KEYS[{position}]"
+    following = len(keys) + 1
+    for name, members in groups:
+        fields = (f"{member} = KEYS[{position}]" for position, member in enumerate(members, start=following))
+        yield f"local {name} = {{{', '.join(fields)}}}"
+        following += len(members)
     if key_list:
-        yield f"local {key_list} = {{unpack(KEYS, {len(keys) + 1})}}"
+        yield f"local {key_list} = {{unpack(KEYS, {following})}}"
     yield "local _at = 0"
     for name, unit in args:
         if unit == "list":

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pool.store import program_endings
 from pool.store.connection import Client, state_errors
 from pool.store.entries import drop, token_of
 from pool.store.ids import MODEL_PATTERN
 from pool.store.inputs import run_endings
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
+from pool.store.program_endings import Terms, of_programs
 from pool.store.rebuilding import rebuild
 from pool.store.scripts import Command, run_many, script
 from pool.store.totals import ADD_UP_FROM, add_up
@@ -53,6 +55,7 @@ class Sweeper:
         self._lease_ms = lease_ms
         self._max_deliveries = max_deliveries
         self._result_ttl_ms = result_ttl_ms
+        self.terms = Terms(max_deliveries, result_ttl_ms, DEAD_LETTERS_KEPT)
         self._looks_of: dict[str, list[Command]] = {}
 
     def sweep(self, model: str) -> Swept:
@@ -115,8 +118,12 @@ class Sweeper:
                 keep=DEAD_LETTERS_KEPT,
             )
 
+        def take_back_of(at: int, program: str) -> list[Any]:
+            return program_endings.take_back(self._client, keys, tokens[at], program, self.terms)
+
         outcomes = {b"requeued": 0, b"poison": 0}
-        for token, reply in zip(tokens, run_endings(self._client, tokens, take_back), strict=True):
+        replies = of_programs(run_endings(self._client, tokens, take_back), take_back_of)
+        for token, reply in zip(tokens, replies, strict=True):
             if reply[0] in outcomes:
                 outcomes[reply[0]] += 1
                 self._store.notify(token, watch=reply[1].decode(), rank=reply[2].decode())
@@ -136,8 +143,13 @@ class Sweeper:
                 lease=self._lease_ms,
             )
 
+        def expire_of(at: int, program: str) -> list[Any]:
+            terms = {"result_ttl_ms": self._result_ttl_ms, "lease_ms": self._lease_ms}
+            return program_endings.expire(self._client, keys, timers[at], program, **terms)
+
         expired = 0
-        for (_, token), reply in zip(timers, run_endings(self._client, timers, expire), strict=True):
+        replies = of_programs(run_endings(self._client, timers, expire), expire_of)
+        for (_, token), reply in zip(timers, replies, strict=True):
             if reply[0] in (b"failed", b"cancelled"):
                 expired += 1
                 self._store.notify(token, watch=reply[1].decode(), rank=reply[2].decode())

@@ -15,9 +15,11 @@
 -- INCLUDE clock kept inputs finish
 -- FLAGS allow-oom
 -- RETURN {"ok", watch, rank} | {"ended", state} | {"gone"} | {"blocks", ids} to be declared
+--   | {"program", P} whose job it is: program_cancel does it
 local seen = redis.call('HMGET', job, unpack(ENDING))
 if not seen[1] then return {'gone'} end
 if seen[1] ~= 'queued' and seen[1] ~= 'running' then return {'ended', seen[1]} end
+if seen[18] then return {'program', seen[18]} end
 local unknown = undeclared(seen[11], blocks)
 if unknown then return unknown end
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,

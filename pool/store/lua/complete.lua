@@ -26,6 +26,7 @@ local seen = redis.call('HMGET', job, unpack(ENDING))
 if not seen[1] then return {'gone'} end
 -- The fence, as in lib/fence.lua, on fields that the ending needs anyway.
 if seen[1] ~= 'running' or seen[9] ~= attempt or seen[10] ~= nonce then return {'stale', seen[1]} end
+if seen[18] then return redis.error_reply('ERR program_complete ends the jobs of Programs') end
 -- Its hand-out named them; a caller that forgot must not look like one whose attempt is over.
 if undeclared(seen[11], blocks) then return redis.error_reply('ERR complete must declare the input blocks') end
 local logged = tonumber(seen[8] or 0)

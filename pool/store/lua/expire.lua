@@ -15,39 +15,21 @@
 -- ARG token str
 -- ARG ttl ms
 -- ARG lease ms
--- INCLUDE clock kept inputs finish
+-- INCLUDE clock due kept inputs finish
 -- FLAGS allow-oom
 -- RETURN {"failed", watch, rank} | {"cancelled", watch, rank} | {"early"} | {"void"}
---   | {"blocks", ids} to be declared
+--   | {"blocks", ids} to be declared | {"program", P} whose job it is: program_expire does it
 local at_ms = now_ms()
-local timer = kind .. ':' .. token
-local due_ms = redis.call('ZSCORE', timers, timer)
-if not due_ms then return {'void'} end
-if tonumber(due_ms) > at_ms then return {'early'} end
--- As with leases: after a gap in the sweeps a reader has a lease's time to say that it is there. So have workers to begin
--- or end what timed out in the gap; a deadline is a point in time. Put off, a timer is not in the way of those behind it.
-local swept = redis.call('HMGET', sweep, 'last_ms', 'hold_until_ms', 'back_ms')
-local gap_ms = at_ms - tonumber(swept[1] or 0)
-local gap = gap_ms < 0 or gap_ms > lease / 2
-local hold_until_ms = gap and at_ms + lease or tonumber(swept[2] or 0)
-local in_gap = gap or tonumber(due_ms) <= tonumber(swept[3] or 0)
-if hold_until_ms > at_ms and (kind == 'reader' or kind ~= 'deadline' and in_gap) then
-  redis.call('ZADD', timers, hold_until_ms, timer)
-  return {'early'}
-end
+local early = not_due(timers, sweep, kind, token, lease, at_ms)
+if early then return early end
 local seen = redis.call('HMGET', job, unpack(ENDING))
 local live = seen[1] == 'queued' or seen[1] == 'running'
+if live and seen[18] then return {'program', seen[18]} end
 local unknown = live and undeclared(seen[11], blocks)
 if unknown then return unknown end
-redis.call('ZREM', timers, timer)
+redis.call('ZREM', timers, kind .. ':' .. token)
 if not live then return {'void'} end
 local keys = {job = job, log = log, queue = queue, index = index, leases = leases, outbox = outbox,
   timers = timers, tombstone = tombstone, tally = tally, tenants = tenants, blocks = blocks}
 if kind == 'reader' then return {'cancelled', finish(keys, token, seen, 'cancelled', ttl, at_ms, {})} end
-local reasons = {
-  queue = {'queue_timeout', 'No worker began it within its queue timeout.'},
-  run = {'run_timeout', 'It did not end within its run timeout.'},
-  deadline = {'deadline_exceeded', 'Its deadline passed before it ended.'},
-}
-local values = {'error_code', reasons[kind][1], 'error_message', reasons[kind][2]}
-return {'failed', finish(keys, token, seen, 'failed', ttl, at_ms, values)}
+return {'failed', finish(keys, token, seen, 'failed', ttl, at_ms, reason_of(kind))}

@@ -19,36 +19,12 @@
 -- ARG reader ms until it is cancelled unless its reader renews, 0 for a job that nobody waits for
 -- ARG data list the content of each block, compressed; "" where it is not sent because it is likely to be there
 -- ARG fields list name, value, name, value ... of the record
--- INCLUDE clock hold own
+-- INCLUDE clock hold own accept
 -- RETURN {"ok", at_ms} | {"duplicate", at_ms} | {"expired", at_ms} | {"late", at_ms} | {"full", at_ms, choices held}
 --   | {"crowded", at_ms, choices its tenant holds} | {"refused", at_ms} before, for good
 --   | {"missing", position ...} blocks that must be sent
 local at_ms = now_ms()
-if redis.call('EXISTS', job) == 1 then return {'duplicate', at_ms} end
-local over = redis.call('GET', tombstone)
-if over then return {over == 'refused' and over or 'expired', at_ms} end
-if at_ms > not_after then return {'late', at_ms} end
-local held = redis.call('ZCARD', index)
-local code = held + n > cap and 'full'
-if not code and own_cap > 0 then
-  held = owned(tenants, index, tenant, own_cap - n)
-  code = held + n > own_cap and 'crowded'
-end
-if code then
-  if claimed == 1 then redis.call('SET', tombstone, 'refused', 'PX', remember) end
-  return {code, at_ms, held}
-end
-local missing = blocks[1] and hold(token, blocks, data)
-if missing then return missing end
-local entry = redis.call('XADD', queue, '*', 'job', token)
-redis.call('HSET', job, 'state', 'queued', 'entry', entry, 'created_ms', at_ms, unpack(fields))
-redis.call('ZADD', index, at_ms, token)
-if own_cap > 0 then redis.call('ZADD', tenants, 0, tenant .. ':' .. token) end
-for choice = 1, n - 1 do
-  redis.call('ZADD', index, 0, token .. '#' .. choice)
-  if own_cap > 0 then redis.call('ZADD', tenants, 0, tenant .. ':' .. token .. '#' .. choice) end
-end
-redis.call('ZADD', timers, at_ms + queue_timeout, 'queue:' .. token)
-if deadline > 0 then redis.call('ZADD', timers, at_ms + deadline, 'deadline:' .. token) end
-if reader > 0 then redis.call('ZADD', timers, at_ms + reader, 'reader:' .. token) end
+local refused = refusal(at_ms)
+if refused then return refused end
+enlist(redis.call('XADD', queue, '*', 'job', token), at_ms, at_ms)
 return {'ok', at_ms}

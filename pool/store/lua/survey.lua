@@ -8,8 +8,8 @@
 -- FLAGS no-writes
 -- RETURN {at_ms, jobs, running, submit time of the oldest job that waits or 0, dead letters, {name, value ...},
 --   {line ...} that are not in the totals yet}
--- Further choices of a job have no time in the index.
-local jobs = redis.call('ZCOUNT', index, 1, '+inf')
+-- Further choices of a job have no time in the index, jobs of Programs theirs below zero.
+local jobs = redis.call('ZCOUNT', index, 1, '+inf') + redis.call('ZCOUNT', index, '-inf', '(0')
 local begun = redis.call('ZRANGE', leases, 0, -1)
 local oldest_ms = 0
 if jobs > #begun then

@@ -2,7 +2,7 @@
 -- `seen` holds the record's fields of ENDING, `values` the terminal ones to write, name by name.
 -- Returns the nodes to wake, and the rank that may still be working on it.
 local ENDING = {'state', 'entry', 'celery', 'watch', 'rank', 'tombstone_ms', 'n', 'tokens', 'attempt', 'nonce',
-  'blocks', 'store', 'created_ms', 'started_ms', 'prompt_tokens', 'tenant', 'counted'}
+  'blocks', 'store', 'created_ms', 'started_ms', 'prompt_tokens', 'tenant', 'counted', 'program'}
 -- How much longer than the record its log and its input stay: whoever has read the record reads them whole.
 local LINGER_MS = 60000
 

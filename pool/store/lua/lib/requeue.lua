@@ -2,13 +2,13 @@
 -- pending list wakes nobody.
 -- Its run timer pauses while it waits its turn again: begin.lua sets what is left of it. Meanwhile it has its queue
 -- timeout again, or the run time that was left if that is longer, so that it ends though nobody ever begins it.
--- `why` is counted: lost, handed_back, unbegun or rebuilt.
-local function requeue(job, queue, leases, timers, tally, token, why, at_ms)
+-- `why` is counted: lost, handed_back, unbegun or rebuilt. `other`: what to note for an entry, where it goes elsewhere.
+local function requeue(job, queue, leases, timers, tally, token, why, at_ms, other)
   redis.call('RPUSH', tally, 'requeued:' .. why .. ' 1')
   local seen = redis.call('HMGET', job, 'entry', 'queue_timeout_ms')
   redis.call('XACK', queue, 'workers', seen[1])
   redis.call('XDEL', queue, seen[1])
-  local fresh = redis.call('XADD', queue, '*', 'job', token)
+  local fresh = other or redis.call('XADD', queue, '*', 'job', token)
   redis.call('HSET', job, 'state', 'queued', 'entry', fresh)
   redis.call('ZREM', leases, token)
   local left_ms = tonumber(redis.call('ZSCORE', timers, 'run:' .. token) or 0) - at_ms

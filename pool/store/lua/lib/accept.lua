@@ -1,0 +1,35 @@
+-- How a job is accepted, over what submit and arrive declare by the same names.
+
+-- The reply of a submit that changes nothing, or only remembers that it was refused; nil where the job may come in. Its
+-- input blocks are then held.
+local function refusal(at_ms)
+  if redis.call('EXISTS', job) == 1 then return {'duplicate', at_ms} end
+  local over = redis.call('GET', tombstone)
+  if over then return {over == 'refused' and over or 'expired', at_ms} end
+  if at_ms > not_after then return {'late', at_ms} end
+  local held = redis.call('ZCARD', index)
+  local code = held + n > cap and 'full'
+  if not code and own_cap > 0 then
+    held = owned(tenants, index, tenant, own_cap - n)
+    code = held + n > own_cap and 'crowded'
+  end
+  if code then
+    if claimed == 1 then redis.call('SET', tombstone, 'refused', 'PX', remember) end
+    return {code, at_ms, held}
+  end
+  return blocks[1] and hold(token, blocks, data)
+end
+
+-- Record, index, tenants and timers. `score`: of the index.
+local function enlist(entry, score, at_ms)
+  redis.call('HSET', job, 'state', 'queued', 'entry', entry, 'created_ms', at_ms, unpack(fields))
+  redis.call('ZADD', index, score, token)
+  if own_cap > 0 then redis.call('ZADD', tenants, 0, tenant .. ':' .. token) end
+  for choice = 1, n - 1 do
+    redis.call('ZADD', index, 0, token .. '#' .. choice)
+    if own_cap > 0 then redis.call('ZADD', tenants, 0, tenant .. ':' .. token .. '#' .. choice) end
+  end
+  redis.call('ZADD', timers, at_ms + queue_timeout, 'queue:' .. token)
+  if deadline > 0 then redis.call('ZADD', timers, at_ms + deadline, 'deadline:' .. token) end
+  if reader > 0 then redis.call('ZADD', timers, at_ms + reader, 'reader:' .. token) end
+end

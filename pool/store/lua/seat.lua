@@ -1,0 +1,25 @@
+-- seat: which process a rank is; "" for none, when the rank is away. Whatever the former process had is fenced by it.
+-- KEY record hash the registration of the rank, gone with its lease
+-- KEY members zset
+-- ARG rank str
+-- ARG incarnation str
+-- ARG former str that shall be away; not looked at when another process takes the rank
+-- ARG leaves flag 1: it leaves, though it is registered
+-- INCLUDE clock book
+-- FLAGS allow-oom
+-- RETURN {"ok", former incarnation} | {"same"} | {"other", incarnation} | {"live"}
+at.rank, at.ms = rank, now_ms()
+local was = redis.call('HGET', at.book, 'incarnation') or ''
+if incarnation ~= '' then redis.call('ZADD', members, at.ms, rank) end
+if was == incarnation then return {'same'} end
+if incarnation == '' then
+  if was ~= former then return {'other', was} end
+  if leaves == 0 and redis.call('HGET', record, 'incarnation') == was then return {'live'} end
+end
+redis.call('HDEL', at.book, 'obs_began_ms', 'obs_tokens', 'obs_moved', 'obs_waiting', 'obs_running')
+redis.call('HSET', at.book, 'incarnation', incarnation, 'leaving', 0)
+-- What left the former process is gone with it.
+redis.call('UNLINK', at.leaving)
+redis.call('HINCRBY', at.placement, 'ranks', 1)
+changed(at)
+return {'ok', was}

@@ -1,0 +1,143 @@
+"""What is stored of a Program, as values: what a request brings, and the record as the rules see it.
+
+The record is a HASH with short names: a million of them are kept.
+
+* fixed with the generation: `tenant name parent root blocks gen`
+* copied from the settings at each arrival, so that no other verb needs them: `buf` (decode_buffer_tokens), `mru`
+  (resume_order), `win` (stats_window_size), `keep` (paused_retention_ttl, ms), `bind` (binding_only), `patience` (the
+  force wait, ms)
+* where it is: `state status rank`; `seat`, the process of the rank that its place is with; `epoch`; `inflight`, jobs
+  with the rank; `private`, what the ledger counts for it
+* tokens: `ctx`, `falls` (1 after a smaller observation), `shared` until `fresh_ms`, `reserved` for the job
+  `reserver`, `prompt` (its last)
+* its segment: `was` (ever active), `rounds`, `segment` (since it was paused by TTL), `activated_ms`, `yielded`,
+  `mark` (pause when idle), `finish_ms`, `impact_us` (what a miss of its next request would cost), `completed`,
+  `ttl_ms`, `auto_ms` (end of the automatic part of the hold)
+* while it waits: `member` (of the order), `queued_ms prio expected force_ms`
+* else: `ending`: it is over when its jobs are; `step` of its last request
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pool.program_settings import ProgramSettings
+from pool.rules.programs.facts import Program, State, Status, Waiting
+from pool.store.scripts import Value
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a request brings for its Program.
+
+    `name`: the Program's id as its tenant knows it; `tokens`: of the prompt, an estimate; `force_ms`: after which it
+    resumes by force if it begins to wait now; `deadline_ms`: the same by its own deadline, 0 for none; `parent` and
+    `root`: ids as stored, "" for none; `step`: None to go on counting; `retention_ms`: how long its place shall be kept
+    afterwards, None to leave that to the statistics; `ends`: the Program is over when it has completed.
+    """
+
+    tenant: str
+    name: str
+    tokens: int
+    force_ms: int
+    deadline_ms: int = 0
+    priority: int = 0
+    expected_tokens: int | None = None
+    retention_ms: int | None = None
+    ends: bool = False
+    parent: str = ""
+    root: str = ""
+    blocks_parent: bool = False
+    step: int | None = None
+
+    def first(self) -> list[Value]:
+        """The fields of a record that does not change, as name, value ..."""
+        pairs: dict[str, Value] = {"tenant": self.tenant, "name": self.name, "blocks": int(self.blocks_parent)}
+        pairs |= {name: value for name, value in (("parent", self.parent), ("root", self.root)) if value}
+        return [item for pair in pairs.items() for item in pair]
+
+    def facts(self, settings: ProgramSettings) -> list[Value]:
+        """The fields that each arrival brings, as name, value ..."""
+        pairs: dict[str, Value] = {
+            "buf": settings.decode_buffer_tokens,
+            "mru": int(settings.resume_order == "mru"),
+            "win": settings.stats_window_size,
+            "keep": round(settings.paused_retention_ttl_seconds * 1000),
+            "bind": int(settings.binding_only),
+            "step": -1 if self.step is None else self.step,
+        }
+        return [item for pair in pairs.items() for item in pair]
+
+    def job_fields(self) -> list[Value]:
+        """What the job's own record keeps of it, as name, value ..."""
+        pairs: dict[str, Value] = {}
+        if self.retention_ms is not None:
+            pairs["retention_ms"] = self.retention_ms
+        if self.ends:
+            pairs["ends"] = 1
+        return [item for pair in pairs.items() for item in pair]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A record as it is stored. Absent numbers read as 0."""
+
+    id: str
+    fields: Mapping[str, str]
+
+    def number(self, name: str) -> int:
+        """A field's number, 0 where it is absent."""
+        return int(self.fields.get(name, 0))
+
+    def text(self, name: str) -> str:
+        """A field's text, "" where it is absent."""
+        return self.fields.get(name, "")
+
+    def known(self, name: str) -> int | None:
+        """A field's number, None where it is absent."""
+        return int(self.fields[name]) if name in self.fields else None
+
+    def program(self, now_ms: int) -> Program:
+        """As the rules see it at this time."""
+        return Program(
+            id=self.id,
+            state=State(self.text("state")),
+            status=Status(self.text("status")),
+            rank=self.text("rank"),
+            context_tokens=self.number("ctx"),
+            shared_prefix_tokens=self.number("shared"),
+            reserved_output_tokens=self.known("reserved"),
+            prompt_tokens=self.number("prompt"),
+            was_active=bool(self.number("was")),
+            last_finish_ms=self.number("finish_ms"),
+            rounds=self.number("rounds"),
+            activated_ms=self.number("activated_ms"),
+            yielded=bool(self.number("yielded")),
+            pause_when_idle=bool(self.number("mark")),
+            waiting=self._waiting(),
+            held_by_hint_ms=self._held_by_hint_ms(now_ms),
+        )
+
+    def _waiting(self) -> Waiting | None:
+        if "member" not in self.fields:
+            return None
+        return Waiting(
+            queued_ms=self.number("queued_ms"),
+            force_ms=self.number("force_ms"),
+            priority=self.number("prio"),
+            expected_output_tokens=self.known("expected"),
+        )
+
+    def _held_by_hint_ms(self, now_ms: int) -> int | None:
+        automatic_ms = self.known("auto_ms")
+        if automatic_ms is None or automatic_ms >= self.number("ttl_ms") or now_ms < automatic_ms:
+            return None
+        return automatic_ms
+
+
+def stored_of(program: str, values: Mapping[bytes, bytes]) -> Stored | None:
+    """A record as HGETALL gives it, None where there is none."""
+    if b"state" not in values:
+        return None
+    return Stored(program, {name.decode(): value.decode("utf-8", "surrogatepass") for name, value in values.items()})

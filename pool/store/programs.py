@@ -1,0 +1,240 @@
+"""Programs of one model in Redis: arrivals, snapshots of ranks, and plans carried out. No policy: `pool.rules` decides.
+
+Any process may call any of this at any time: each verb is atomic, checks for itself what it relies on, and says what it
+did. `pool/store/program_upkeep.py` has what is due by time and by the loss of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pool.program_settings import ProgramSettings
+from pool.rules.programs.admission import Reason
+from pool.rules.programs.capacity import FRESH_INTERVALS
+from pool.rules.programs.facts import PauseReason
+from pool.rules.programs.resume import RankPlan
+from pool.store.accepting import Accepted
+from pool.store.connection import Client, state_errors
+from pool.store.jobs import JobStore
+from pool.store.program_endings import Declared, run_declared
+from pool.store.program_keys import ProgramKeys, program_id_of
+from pool.store.program_records import Arrival, Stored, stored_of
+from pool.store.program_views import Snapshot, snapshot
+from pool.store.records import NewJob
+from pool.store.scripts import Command, run, script
+
+#: Operations of one plan; those behind them wait for the next.
+MOST_OPERATIONS = 30
+#: How long one planner keeps others from planning for the same rank. It only saves work.
+CLAIM_MS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One step of a plan. `kind`: admit, force, pause or mark; `why`: the reason as it is told; `token`: of the request
+    that an admission dispatches."""
+
+    kind: str
+    program: str
+    why: str
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What became of a plan. `code`: ok, version (it was made on an older one: nothing was done) or away (the rank is);
+    `refused`: (Program, why) of the operations that were not carried out; `version`: of the book now."""
+
+    code: str
+    version: int = 0
+    refused: tuple[tuple[str, str], ...] = ()
+
+
+def operations_of(plan: RankPlan, seen: Snapshot) -> list[Operation]:
+    """A plan of the rules as operations, in their order."""
+    pauses = [Operation("pause", program, reason.value) for program, reason in plan.pauses]
+    marks = [Operation("mark", program, PauseReason.CAPACITY_REPAIR.value) for program in plan.marks]
+    admissions = [
+        Operation(
+            "force" if decision.reason is Reason.FORCED else "admit",
+            decision.program,
+            decision.reason.value,
+            seen.fronts.get(decision.program, ""),
+        )
+        for decision in plan.admissions
+    ]
+    return [*pauses, *marks, *admissions]
+
+
+@dataclass
+class ProgramWay:
+    """How a job of a Program comes in. `rank`: where the Program probably is; `home`: gives the rank to bind it to;
+    `rebound`: takes a Program off a rank that lost it, and gives its new rank; `where`: what became of the job."""
+
+    keys: ProgramKeys
+    settings: ProgramSettings
+    arrival: Arrival
+    program: str
+    rank: str
+    rebound: Callable[[str, str], str]
+    others_up: bool = True
+    where: str = ""
+    generation: int = field(default=-1)
+
+    def command(self, job: NewJob, accepted: Accepted) -> Command:  # noqa: ARG002 - all of it is accepted
+        """arrive."""
+        arrival = self.arrival
+        fields = [*accepted["fields"], *arrival.job_fields()]  # type: ignore[misc]
+        return script("arrive")(
+            **accepted | {"fields": fields},
+            **self.keys.of(self.program),
+            at=self.keys.place(self.rank),
+            id=self.program,
+            rank=self.rank,
+            elsewhere=int(self.others_up),
+            priority=arrival.priority,
+            expected="" if arrival.expected_tokens is None else arrival.expected_tokens,
+            tokens=arrival.tokens,
+            force=arrival.force_ms,
+            deadline_force=arrival.deadline_ms,
+            facts=arrival.facts(self.settings),
+            first=arrival.first(),
+        )
+
+    def leads_on(self, code: bytes, detail: Sequence[bytes]) -> bool:
+        """A Program that is elsewhere is followed; one that its rank has lost is bound anew first."""
+        if code == b"moved":
+            self.rank = detail[1].decode()
+            return True
+        if code == b"stale":
+            rank = self.rebound(self.program, self.rank)
+            # Where it finds no other, it waits where it is.
+            self.others_up = rank != self.rank
+            self.rank = rank
+            return True
+        if code == b"ok":
+            self.where, self.generation = detail[1].decode(), int(detail[2])
+        return False
+
+
+class ProgramStore:
+    """Programs of one model. All methods raise StateUnavailable."""
+
+    def __init__(
+        self, client: Client, jobs: JobStore, model: str, settings: ProgramSettings, *, shard: int = 0
+    ) -> None:
+        self.client = client
+        self.jobs = jobs
+        self.settings = settings
+        self.keys = ProgramKeys(f"{model}:{shard}")
+
+    def arrive(
+        self, job: NewJob, arrival: Arrival, *, home: str, is_up: bool = True, key: str | None = None
+    ) -> ProgramWay:
+        """Accept a job of a Program, as JobStore.submit accepts others. `home`: the rank to bind it to where it is new,
+        or where its own rank is away; "" with no rank up; `is_up`: whether `home` is. What is given back says where the
+        job went ("" for one that was there already), and the Program's generation."""
+        program = program_id_of(arrival.tenant, arrival.name)
+        with state_errors():
+            bound = self.client.hget(self.keys.record(program), "rank")
+
+        def rebound(lost: str, rank: str) -> str:
+            self.displace(lost, rank)
+            return home if home == rank or self.rebind(lost, rank, home, "failover") is not None else rank
+
+        way = ProgramWay(
+            self.keys, self.settings, arrival, program, home if bound is None else bound.decode(), rebound, is_up
+        )
+        self.jobs.submit(job, key=key, way=way)
+        return way
+
+    def read(self, program: str) -> Stored | None:
+        """The record of a Program, None where there is none."""
+        with state_errors():
+            return stored_of(program, self.client.hgetall(self.keys.record(program)))
+
+    def snapshot(self, rank: str) -> Snapshot:
+        """What the rules see of a rank."""
+        with state_errors():
+            return snapshot(self.client, self.keys, rank, self.settings)
+
+    def apply(self, seen: Snapshot, operations: Sequence[Operation], *, version: int | None = None) -> Applied:
+        """Carry out a plan made on `seen`, the first MOST_OPERATIONS of it, and take the rank off the list of those
+        that need one, unless something was refused or left out. `version`: where the caller itself has raised it."""
+        now, keys, rank = operations[:MOST_OPERATIONS], self.keys, seen.rank.id
+        records: list[str] = []
+        for each in now:
+            record = keys.record(each.program)
+            records += [record, keys.pool(each.program), keys.job(each.token) if each.token else record]
+        command = script("apply")(
+            at=keys.place(rank),
+            records=records,
+            rank=rank,
+            version=seen.version if version is None else version,
+            most=self.settings.max_active_programs_per_target,
+            capacity=seen.rank.capacity_tokens or 0,
+            fresh=round(FRESH_INTERVALS * self.settings.metrics_interval_seconds * 1000),
+            more=int(len(now) < len(operations)),
+            ids=[each.program for each in now],
+            kinds=[each.kind for each in now],
+            details=[f"{each.token} {each.why}" if each.token else each.why for each in now],
+        )
+        with state_errors():
+            code, *rest = run(self.client, command)
+        if code != b"ok":
+            return Applied(code.decode(), int(rest[0]) if rest else 0)
+        return Applied("ok", int(rest[0]), tuple((p.decode(), why.decode()) for p, why in rest[1:]))
+
+    def rebind(self, program: str, rank: str, other: str, why: str) -> int | None:
+        """Bind a Program without a place to another rank; the version of that one's book, None where it has a place, or
+        is gone."""
+
+        def build(declared: Declared) -> Command:
+            now = declared.rank
+            return script("rebind")(
+                to=self.keys.place(other),
+                at=self.keys.place(now),
+                **self.keys.of(program),
+                id=program,
+                rank=now,
+                other=other,
+                why=why,
+            )
+
+        with state_errors():
+            code, *rest = run_declared(self.client, self.keys, program, build, rank)
+        return int(rest[0]) if code == b"ok" else None
+
+    def relocate(self, seen: Snapshot, operation: Operation, source: str) -> Applied:
+        """Admit a Program on the rank of `seen` that waits for `source`. Interrupted, it waits for the new one."""
+        version = self.rebind(operation.program, source, seen.rank.id, "relocation")
+        if version != seen.version + 1:
+            return Applied("version", version or 0)
+        return self.apply(seen, [operation], version=version)
+
+    def displace(self, program: str, rank: str) -> bool:
+        """An idle Program loses a place that its rank has lost; whether it had one."""
+        with state_errors():
+            reply = run_declared(
+                self.client,
+                self.keys,
+                program,
+                lambda declared: script("displace")(
+                    at=self.keys.place(declared.rank), **self.keys.of(program), id=program, rank=declared.rank
+                ),
+                rank,
+            )
+        return bool(reply[0] == b"paused")
+
+    # -- who plans --------------------------------------------------------------------------------------------------
+
+    def dirty(self, most: int = 16) -> list[str]:
+        """Ranks where something has changed that nobody has planned for, longest ago first."""
+        with state_errors():
+            return [rank.decode() for rank in self.client.zrange(self.keys.dirty, 0, most - 1)]
+
+    def claim(self, rank: str, planner: str) -> bool:
+        """Whether this planner shall plan for a rank. Only advice: two planners at once do no harm."""
+        with state_errors():
+            return bool(self.client.set(self.keys.claim(rank), planner, px=CLAIM_MS, nx=True))
