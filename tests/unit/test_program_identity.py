@@ -359,6 +359,17 @@ def test_header_families(headers: dict[str, str], source: Source, program_id: st
     assert not found.identity.ends_program
 
 
+def test_what_consistent_hashing_goes_by() -> None:
+    """A Program named in the body has a home of its own; agents of one session of headers share theirs."""
+    of_body = canonical(WHOLE_CONTEXT)
+    of_hint = claim({"agent_hint": {"session_id": "h"}})
+    of_headers = [
+        claim({}, {"x-claude-code-session-id": "s", **agent}) for agent in ({}, {"x-claude-code-agent-id": "a"})
+    ]
+    keys = [found.hash_key for found in (of_body, of_hint, *of_headers) if found is not None]
+    assert keys == ["task-a:researcher", "h", "s", "s"]
+
+
 def test_sources_are_taken_in_order_and_never_mixed() -> None:
     """The first that is there is the only one that counts; what comes later may be malformed."""
     body: dict[str, Any] = {

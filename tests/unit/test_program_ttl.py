@@ -15,15 +15,15 @@ from pool.program_settings import DecodeThroughputModel, PrefillCostModel, Progr
 from pool.rules.programs.facts import Means
 from pool.rules.programs.ttl import (
     LEAST_SIGMA,
-    Hold,
     LogNormal,
     ReferenceCalibration,
+    Retention,
     acting_ttl_seconds,
     cache_miss_impact_seconds,
     decode_throughput,
-    hold,
     prefill_seconds,
     reference_calibration,
+    retention,
     utility_seconds,
 )
 
@@ -233,23 +233,23 @@ def test_a_dearer_miss_never_shortens_the_wait(intervals: list[float], miss_impa
 @pytest.mark.parametrize(
     ("hint", "expected"),
     [
-        (None, Hold(5.0, 5.0)),
-        (20.0, Hold(20.0, 5.0)),
-        (2.0, Hold(2.0, 2.0)),
-        (0.0, Hold(0.0, 0.0)),
-        (1000.0, Hold(300.0, 5.0)),
+        (None, Retention(5.0, 5.0)),
+        (20.0, Retention(20.0, 5.0)),
+        (2.0, Retention(2.0, 2.0)),
+        (0.0, Retention(0.0, 0.0)),
+        (1000.0, Retention(300.0, 5.0)),
     ],
 )
-def test_a_hint_replaces_the_automatic_ttl_up_to_its_cap(hint: float | None, expected: Hold) -> None:
+def test_a_hint_replaces_the_automatic_ttl_up_to_its_cap(hint: float | None, expected: Retention) -> None:
     """Shorter or longer; what goes beyond the automatic part is the hint's alone."""
-    assert hold(SETTINGS, mature(1.0, 1.0), 5.0, hint) == expected
+    assert retention(SETTINGS, mature(1.0, 1.0), 5.0, hint) == expected
 
 
 def test_a_hint_counts_before_the_window_is_full() -> None:
     """Then all of it is the hint's; a cap of 0 switches hints off."""
-    assert hold(SETTINGS, Means(), 5.0, 20.0) == Hold(20.0, 0.0)
+    assert retention(SETTINGS, Means(), 5.0, 20.0) == Retention(20.0, 0.0)
     off = SETTINGS.model_copy(update={"max_kv_retention_ttl_seconds": 0.0})
-    assert hold(off, mature(1.0, 1.0), 5.0, 20.0) == Hold(0.0, 0.0)
+    assert retention(off, mature(1.0, 1.0), 5.0, 20.0) == Retention(0.0, 0.0)
 
 
 # --- coefficients that nobody measured
