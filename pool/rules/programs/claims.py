@@ -26,6 +26,9 @@ class Source(StrEnum):
     SESSION = "session"
 
 
+_HEADERS = frozenset({Source.CLAUDE_CODE, Source.SESSION_THREAD, Source.SESSION})
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """A Program's names and its place among others. `blocks_parent`: whether its parent waits for it;
@@ -69,6 +72,13 @@ class Claim:
     source: Source
     identity: Identity
     hints: Hints = Hints()
+
+    @property
+    def hash_key(self) -> str:
+        """What consistent hashing goes by when the Program is first bound; at most 256 bytes. Agents that only send
+        headers share the home of their session, and with it the prompt that they all begin with."""
+        session = self.identity.session_id if self.source in _HEADERS else None
+        return session or self.identity.program_id
 
 
 def check_limits(hints: Hints, *, max_priority: int | None, min_deadline_seconds: float | None) -> None:

@@ -127,7 +127,7 @@ def _candidates(longest: float) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class Retention:
     """How long a Program keeps its place after a request. `automatic_s`: the part of `ttl_s` that the statistics would
     give it, too; beyond it the place is held by the request's hint alone."""
 
@@ -135,14 +135,14 @@ class Hold:
     automatic_s: float
 
 
-def hold(settings: ProgramSettings, means: Means, miss_impact_s: float, retention_ttl_s: float | None) -> Hold:
-    """The hold after a request. Its hint `kv_retention_ttl_seconds` replaces the automatic TTL, shorter or longer, up
-    to `max_kv_retention_ttl_seconds`."""
+def retention(settings: ProgramSettings, means: Means, miss_impact_s: float, hint_s: float | None) -> Retention:
+    """How long the place is kept after a request. Its hint `kv_retention_ttl_seconds` replaces the automatic TTL,
+    shorter or longer, up to `max_kv_retention_ttl_seconds`."""
     automatic_s = acting_ttl_seconds(settings, means, miss_impact_s)
-    if retention_ttl_s is None:
-        return Hold(automatic_s, automatic_s)
-    ttl_s = min(retention_ttl_s, settings.max_kv_retention_ttl_seconds)
-    return Hold(ttl_s, min(automatic_s, ttl_s))
+    if hint_s is None:
+        return Retention(automatic_s, automatic_s)
+    ttl_s = min(hint_s, settings.max_kv_retention_ttl_seconds)
+    return Retention(ttl_s, min(automatic_s, ttl_s))
 
 
 # --- coefficients that nobody measured
