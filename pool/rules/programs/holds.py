@@ -6,6 +6,7 @@ and less against others, and they end when another Program needs the room. The l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ class Hold(NamedTuple):
 
 def weight(beyond_ms: int) -> float:
     """How much of its tokens a hold counts for in admission, `beyond_ms` after the automatic TTL: 1 at first."""
-    return 0.5 ** (max(beyond_ms, 0) / HALF_LIFE_MS)
+    return math.exp2(-max(beyond_ms, 0) / HALF_LIFE_MS)
 
 
 def held(rank: Rank, settings: ProgramSettings) -> list[Hold]:

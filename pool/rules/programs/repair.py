@@ -114,7 +114,7 @@ def fewest(ordered: Sequence[Victim], lacking_tokens: float, *, at_most: int) ->
     """
     sizes = sorted(victim.tokens for victim in ordered)
     number = _smallest_number(sizes, lacking_tokens)
-    if number > at_most:
+    if number > min(at_most, len(ordered)):
         return list(ordered[: max(at_most, 0)])
     chosen: list[Victim] = []
     for victim in ordered:
