@@ -113,6 +113,12 @@ def test_without_token_capacity_the_number_of_programs_decides() -> None:
     assert destination(source, *one_busy, given=two) == "t"
 
 
+def test_its_last_rank_is_no_destination() -> None:
+    """Though it would be admitted there by now."""
+    off = settings(global_queue=True, admission_waiting_request_threshold=0)
+    assert tried(rank(MOVED, means=WARM, capacity=None), given=off) is Gate.NO_DESTINATION
+
+
 def test_the_best_destination() -> None:
     """Fewest requests waiting in the engine, then least projected use, then fewest active Programs, then the id."""
     two = settings(global_queue=True, admission_waiting_request_threshold=2)

@@ -20,16 +20,16 @@ def flood(number: int, *, requests: int = 1, tool_ms: int = 100) -> list[Agent]:
 
 
 @pytest.mark.parametrize("order", ["mru", "fcfs"])
-@pytest.mark.parametrize(("requests", "ttl_ms"), [(1, 0), (4, 0), (4, 1000)])
+@pytest.mark.parametrize(("requests", "ttl_ms"), [(1, 0), (4, 1000)])
 def test_a_large_program_starts_within_its_force_bound_in_a_flood_of_small_ones(
     order: str, requests: int, ttl_ms: int
 ) -> None:
-    """800 tokens of 1,000, of which 60 clients with 50 tokens each want three times as much, without end. So does
-    each of these."""
+    """800 tokens of 1,000, of which 50 clients with 50 tokens each want two and a half times as much, without end; and
+    so does each of these."""
     given_settings = settings(resume_order=order, force_resume_timeout_seconds=FORCE_S)
     simulation = Simulation(given_settings, ttl_ms=ttl_ms)
-    simulation.add([*flood(60, requests=requests), Agent("large", 800, 2, comes_ms=2000, tool_ms=100)])
-    simulation.run(25_000)
+    simulation.add([*flood(50, requests=requests), Agent("large", 800, 2, comes_ms=2000, tool_ms=100)])
+    simulation.run(20_000)
     assert len(simulation.waits_ms["large"]) == 2 or ttl_ms
     assert "large" in simulation.ended_ms
     late = {name: waits for name, waits in simulation.waits_ms.items() if any(wait > bound for wait, bound in waits)}
@@ -45,10 +45,10 @@ def test_a_large_program_starts_within_its_force_bound_in_a_flood_of_small_ones(
 @pytest.mark.parametrize("ttl_ms", [0, 5000])
 def test_one_that_must_be_forced_waits_for_no_more_than_the_running_requests(ttl_ms: int) -> None:
     """Agents with tools, whose places TTLs would keep until their segments of 14 rounds end: the fewest are marked."""
-    given_settings = settings(force_resume_timeout_seconds=FORCE_S)
+    given_settings = settings(force_resume_timeout_seconds=3)
     simulation = Simulation(given_settings, ttl_ms=ttl_ms)
     simulation.add([*flood(20, requests=10**6), Agent("large", 800, comes_ms=2000)])
-    simulation.run(30_000)
+    simulation.run(15_000)
     [(waited_ms, bound_ms)] = simulation.waits_ms["large"]
     assert waited_ms <= bound_ms + 500 + 3 * STEP_MS
 
