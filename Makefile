@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-.PHONY: help run test llama test-clients fuzz test-redis7 cancels idle faults-long lint chaos chaos-long recovery clean
+.PHONY: help run test llama cover test-clients fuzz test-redis7 cancels idle faults-long lint chaos chaos-long recovery clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,11 @@ cancels: $(STAMP) ## Leave 1,000 generations at random moments; nothing may be l
 
 idle: $(STAMP) ## Leave a system without work for a minute: silence, next to no CPU, and the next job at once.
 	IDLE=long $(BIN)/python -m pytest -q tests/faults/test_f13_idle.py
+
+cover: $(STAMP) ## Show that the tests of the Programs' rules take every branch, without a state server.
+	$(BIN)/python -m coverage run --branch --source=pool.rules.programs,pool.program_settings \
+		-m pytest -q tests/unit/test_program_*.py
+	$(BIN)/python -m coverage report --show-missing --fail-under=100
 
 test-redis7: $(STAMP) ## Run the store's and the state server's tests on Redis 7.0, every Lua verb included.
 	redis7=$$($(BIN)/python -m tests.redis7) && EVERY_VERB=1 GENPOOL_VALKEY_SERVER="$$redis7" \
@@ -62,7 +67,7 @@ chaos-long: $(STAMP) ## The same for an hour.
 recovery: bench-recovery ## Kill each kind of process 50 times in the middle of streams, and time what readers notice.
 
 clean: ## Remove the environment and the tools' caches.
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "genpool needs Python 3.11 or later; none was found on PATH (found: $$(python3 --version 2>&1))." >&2; exit 1; }

@@ -1,18 +1,32 @@
 """`[programs]`: scheduling of whole agents. What may be configured, in which range, with which default.
 
 `token_capacity_per_dp_rank` and the two cost models belong to a model on a kind of machine: `[programs.models.NAME]`
-overrides them for one model.
+overrides them for one model, field by field.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
 from pool.settings import ModelName, Section
 
+SectionT = TypeVar("SectionT", bound=Section)
+
 CANONICAL_KEY = "vllm_xargs.agentic_context"
+#: Names of before, by the field of now: accepted in files and variables, never printed.
+OLDER_NAMES = {"token_capacity_per_target": "token_capacity_per_dp_rank"}
+
+
+def _with_todays_names(data: Any) -> Any:
+    """Raw settings with their older names replaced. Raises ValueError where both are given."""
+    if not isinstance(data, dict):
+        return data
+    for older, name in OLDER_NAMES.items():
+        if older in data and name in data:
+            raise ValueError(f"{older} is the older name of {name}: give one of them")
+    return {OLDER_NAMES.get(name, name): value for name, value in data.items()}
 
 
 class PrefillCostModel(Section):
@@ -60,6 +74,8 @@ class ProgramModelSettings(Section):
     decode_throughput_model: DecodeThroughputModel | None = Field(
         default=None, description="As in `[programs]`, for this model."
     )
+
+    _older_names = model_validator(mode="before")(_with_todays_names)
 
 
 class ProgramSettings(Section):
@@ -123,7 +139,8 @@ class ProgramSettings(Section):
     )
     shared_prefix_freshness_warmup_seconds: float = Field(
         default=100.0,
-        gt=0,
+        ge=0,
+        le=2_592_000,
         description="How long an observed shared prefix counts while the statistics cannot say it.",
     )
     shared_prefix_freshness_kv_turnovers: float = Field(
@@ -133,10 +150,16 @@ class ProgramSettings(Section):
         default=100, ge=0, description="Output tokens reserved for a request that does not say how many it expects."
     )
     max_acting_ttl_seconds: float = Field(
-        default=10.0, ge=0, description="Longest the place of a Program between two requests is kept automatically."
+        default=10.0,
+        ge=0,
+        le=604_800,
+        description="Longest the place of a Program between two requests is kept automatically.",
     )
     max_kv_retention_ttl_seconds: float = Field(
-        default=300.0, ge=0, description="Longest `kv_retention_ttl_seconds` of a request; more counts as this."
+        default=300.0,
+        ge=0,
+        le=604_800,
+        description="Longest `kv_retention_ttl_seconds` of a request; more counts as this.",
     )
     high_watermark_ratio: float = Field(
         default=1.0, gt=0, le=1, description="Part of the capacity above which Programs are paused."
@@ -173,16 +196,7 @@ class ProgramSettings(Section):
         default_factory=dict, description="What differs for single models."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _older_name(cls, data: Any) -> Any:
-        """`token_capacity_per_target` is accepted for `token_capacity_per_dp_rank`, and never printed."""
-        older = "token_capacity_per_target"
-        if not isinstance(data, dict) or older not in data:
-            return data
-        if "token_capacity_per_dp_rank" in data:
-            raise ValueError(f"{older} is the older name of token_capacity_per_dp_rank: give one of them")
-        return {"token_capacity_per_dp_rank" if name == older else name: value for name, value in data.items()}
+    _older_names = model_validator(mode="before")(_with_todays_names)
 
     @model_validator(mode="after")
     def _consistent(self) -> ProgramSettings:
@@ -195,7 +209,13 @@ class ProgramSettings(Section):
         return self
 
     def of_model(self, model: str) -> ProgramSettings:
-        """The settings as they hold for `model`."""
+        """The settings as they hold for `model`: of a cost model, too, what it does not say is as in `[programs]`."""
         own = self.models.get(model)
-        given = {} if own is None else {name: value for name, value in own if value is not None}
-        return self.model_copy(update=given) if given else self
+        return self if own is None else _over(self, own)
+
+
+def _over(base: SectionT, own: Section) -> SectionT:
+    """`base` with what `own` says."""
+    said = {name: getattr(own, name) for name in own.model_fields_set if getattr(own, name) is not None}
+    nested = {name: _over(getattr(base, name), value) for name, value in said.items() if isinstance(value, Section)}
+    return base.model_copy(update=said | nested)

@@ -10,7 +10,9 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from pool.errors import ConfigurationError
+from pool.program_settings import OLDER_NAMES, ProgramSettings
 from pool.settings import (
     LimitSettings,
     ModelName,
@@ -76,6 +79,7 @@ class Settings(Section):
     state: StateSettings = StateSettings()
     worker: WorkerSettings = WorkerSettings()
     limits: LimitSettings = LimitSettings()
+    programs: ProgramSettings = ProgramSettings()
     models: dict[ModelName, ModelSettings] = Field(default_factory=dict)
 
 
@@ -85,6 +89,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "state": StateSettings,
     "worker": WorkerSettings,
     "limits": LimitSettings,
+    "programs": ProgramSettings,
 }
 
 FieldPath = tuple[str, ...]
@@ -108,12 +113,16 @@ class Configuration:
     origins: Mapping[FieldPath, str]
 
     def effective(self) -> list[Effective]:
-        """Every field in the order of the documentation."""
+        """Every field in the order of the documentation; of `[programs.models.NAME]` what was given, as the rest is as
+        in `[programs]`."""
+        tree = self.settings.model_dump()
+        tree["programs"] |= self.settings.programs.model_dump(include={"models"}, exclude_unset=True)
         return [
             Effective(
                 dotted(path), masked(value) if isinstance(value, str) else value, self.origins.get(path, "default")
             )
-            for path, value in _leaves(self.settings.model_dump())
+            for path, value in _leaves(tree)
+            if value != {}
         ]
 
 
@@ -148,7 +157,8 @@ def load_configuration(path: Path | None = None, environ: Mapping[str, str] | No
     except ValidationError as error:
         problems = [_explain(detail, found) for detail in error.errors(include_url=False)]
         raise ConfigurationError("; ".join(problems), param=dotted(_location(error.errors()[0]))) from None
-    return Configuration(settings, found)
+    _require_models(settings, found)
+    return Configuration(settings, {_todays(path): origin for path, origin in found.items()})
 
 
 def dotted(path: Iterable[str]) -> str:
@@ -253,44 +263,74 @@ def _from_environment(environ: Mapping[str, str], models: set[str]) -> dict[Fiel
         for parts in (name.removeprefix(PREFIX).split(DELIMITER) for name in ours)
         if len(parts) == 3 and parts[0] == "MODELS" and parts[2] == "SOURCE" and not _matching(parts[1], models)
     }
+    known = _variables(models | new_models)
     values: dict[FieldPath, tuple[Any, str]] = {}
     for name in ours:
-        path = _variable_path(name, models | new_models)
-        values[path] = (_typed(environ[name], _annotation(path)), name)
+        path, annotation = _variable(name, known)
+        values[path] = (_typed(environ[name], annotation), name)
     return values
 
 
-def _variable_path(name: str, models: set[str]) -> FieldPath:
-    """The field a variable sets. Raises ConfigurationError for a variable that sets none."""
-    match name.removeprefix(PREFIX).lower().split(DELIMITER):
-        case [section, field] if section in SECTIONS and field in SECTIONS[section].model_fields:
-            return (section, field)
-        case ["models", model, field] if field in ModelSettings.model_fields:
-            found = _matching(model, models)
-            if len(found) == 1:
-                return ("models", found[0], field)
-            if found:
-                raise ConfigurationError(
-                    f"{name} matches more than one model: {', '.join(found)}. Set it in the configuration file.",
-                    param=name,
-                )
-    raise ConfigurationError(f"{name} is no setting.{_suggestion(name, _known_variables(models))}", param=name)
+def _variables(models: set[str]) -> dict[str, list[tuple[FieldPath, Any]]]:
+    """The field and type of every variable; more than one where the names of two models are written alike."""
+    known: dict[str, list[tuple[FieldPath, Any]]] = {}
+    for path, annotation in _fields(Settings, (), sorted(models)):
+        known.setdefault(variable_name(path), []).append((path, annotation))
+    return known
+
+
+def _fields(section: type[Section], path: FieldPath, models: Iterable[str]) -> Iterator[tuple[FieldPath, Any]]:
+    """Every field below a section that holds a plain value, with its type; tables of models once for each of them."""
+    for name, field in section.model_fields.items():
+        annotation = _given_type(field.annotation)
+        if typing.get_origin(annotation) is dict:
+            below = typing.get_args(annotation)[1]
+            for model in models:
+                yield from _fields(below, (*path, name, model), models)
+        elif isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from _fields(annotation, (*path, name), models)
+        else:
+            yield (*path, name), annotation
+            for older, today in OLDER_NAMES.items():
+                if today == name:
+                    yield (*path, older), annotation
+
+
+def inner_sections(section: type[Section], path: FieldPath) -> Iterator[tuple[FieldPath, type[Section]]]:
+    """The sections that are fields of a section, with their paths; of a table of models the one that all of them have,
+    below NAME."""
+    for name, field in section.model_fields.items():
+        annotation = _given_type(field.annotation)
+        if typing.get_origin(annotation) is dict:
+            yield (*path, name, "NAME"), typing.get_args(annotation)[1]
+        elif isinstance(annotation, type) and issubclass(annotation, Section):
+            yield (*path, name), annotation
+
+
+def _given_type(annotation: Any) -> Any:
+    """The type of a field that may also be unset."""
+    if isinstance(annotation, types.UnionType):
+        (annotation,) = [part for part in typing.get_args(annotation) if part is not types.NoneType]
+    return annotation
+
+
+def _variable(name: str, known: Mapping[str, Sequence[tuple[FieldPath, Any]]]) -> tuple[FieldPath, Any]:
+    """The field a variable sets, and its type. Raises ConfigurationError for a variable that sets none, or two."""
+    found = known.get(name.upper(), ())
+    if len(found) == 1:
+        return found[0]
+    if found:
+        parts = [set(path) for path, _ in found]
+        models = ", ".join(sorted(set[str]().union(*parts).difference(parts[0].intersection(*parts))))
+        raise ConfigurationError(
+            f"{name} matches more than one model: {models}. Set it in the configuration file.", param=name
+        )
+    raise ConfigurationError(f"{name} is no setting.{_suggestion(name, [*known, *OTHER_VARIABLES])}", param=name)
 
 
 def _matching(written: str, models: set[str]) -> list[str]:
     """The models a variable's middle part may mean: in it, `_` stands for `-` or `.`."""
     return sorted(name for name in models if re.sub(r"[-.]", "_", name) == written.lower())
-
-
-def _known_variables(models: set[str]) -> list[str]:
-    fixed = [variable_name((section, field)) for section, kind in SECTIONS.items() for field in kind.model_fields]
-    of_models = [variable_name(("models", name, field)) for name in models for field in ModelSettings.model_fields]
-    return [*fixed, *of_models, *OTHER_VARIABLES]
-
-
-def _annotation(path: FieldPath) -> Any:
-    kind = ModelSettings if path[0] == "models" else SECTIONS[path[0]]
-    return kind.model_fields[path[-1]].annotation
 
 
 def _typed(text: str, annotation: Any) -> Any:
@@ -342,9 +382,30 @@ def _origin_of_table(path: FieldPath, found: Mapping[FieldPath, str]) -> str:
 
 
 def _siblings(path: FieldPath) -> Iterable[str]:
-    if len(path) == 1:
-        return Settings.model_fields
-    return (ModelSettings if path[0] == "models" else SECTIONS[path[0]]).model_fields
+    """The fields of the section that `path` is in."""
+    kind: Any = Settings
+    for part in path[:-1]:
+        is_table_of_models = typing.get_origin(kind) is dict
+        kind = typing.get_args(kind)[1] if is_table_of_models else _given_type(kind.model_fields[part].annotation)
+    fields: Iterable[str] = kind.model_fields
+    return fields
+
+
+def _require_models(settings: Settings, found: Mapping[FieldPath, str]) -> None:
+    """Raise ConfigurationError for `[programs.models.NAME]` of a model that is not there: it would never apply."""
+    for name in settings.programs.models:
+        if name not in settings.models:
+            path = ("programs", "models", name)
+            where = ", ".join(sorted({origin for field, origin in found.items() if field[:3] == path}))
+            near = _suggestion(name, settings.models)
+            raise ConfigurationError(
+                f"{dotted(path)} (from {where}): no model has this name.{near}", param=dotted(path)
+            )
+
+
+def _todays(path: FieldPath) -> FieldPath:
+    """A field's path by its name of today."""
+    return (*path[:-1], OLDER_NAMES.get(path[-1], path[-1]))
 
 
 def _suggestion_of_model(path: FieldPath) -> str:

@@ -6,13 +6,15 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pool.program_settings import ProgramModelSettings, ProgramSettings
 from pool.settings import ModelSettings, Section
-from tasks.config import OTHER_VARIABLES, SECTIONS, SHIPPED_MODELS, dotted, variable_name
+from tasks.config import OTHER_VARIABLES, SECTIONS, SHIPPED_MODELS, FieldPath, dotted, inner_sections, variable_name
 
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `genpool config --markdown`; edit the descriptions in pool/settings.py instead. -->
+<!-- Written by `genpool config --markdown`; edit the descriptions in pool/settings.py and
+pool/program_settings.py instead. -->
 
 genpool reads one TOML file and the environment. A value comes from the first of these that has it:
 
@@ -22,6 +24,18 @@ genpool reads one TOML file and the environment. A value comes from the first of
 
 Everything is checked before anything starts. Unknown fields, unknown `GENPOOL_` variables and values out of range are
 refused by name. `genpool config` prints the values in force with their origin; passwords in URLs are shown as `***`.
+"""
+
+_PROGRAMS = """\
+Programs are scheduled with `enabled = true`; any other field without it is refused, as nothing here would have an
+effect. The older name `token_capacity_per_target` is accepted for `token_capacity_per_dp_rank`.
+"""
+
+_MODEL_PROGRAMS = """\
+Capacity and cost models belong to a model on a kind of machine, so they may differ by model. What is not given is as in
+`[programs]`, field by field. `[programs.models.NAME.prefill_cost_model]` and
+`[programs.models.NAME.decode_throughput_model]` have the fields above, and so have their variables
+(`GENPOOL_PROGRAMS__MODELS__NAME__PREFILL_COST_MODEL__INTERCEPT_SECONDS`).
 """
 
 _MODELS = """\
@@ -38,26 +52,39 @@ def markdown() -> str:
     """The whole page, ending with a newline."""
     parts = [_INTRODUCTION]
     for name, section in SECTIONS.items():
-        parts += [f"## `[{name}]`\n", _table(section, (name,))]
+        parts += [f"## `[{name}]`\n", *_about(section), _table(section, (name,))]
+        for path, inner in inner_sections(section, (name,)):
+            parts += [f"### `[{dotted(path)}]`\n", *_about(inner), _table(inner, path)]
     parts += ["## `[models.NAME]`\n", _MODELS, _table(ModelSettings, ("models", "NAME")), _shipped()]
     parts += ["## Other variables\n", _other_variables()]
     return "\n".join(parts)
 
 
-def _table(section: type[Section], path: tuple[str, ...]) -> str:
+def _about(section: type[Section]) -> list[str]:
+    """What to know before a section's table."""
+    about: dict[type[Section], str] = {ProgramSettings: _PROGRAMS, ProgramModelSettings: _MODEL_PROGRAMS}
+    return [about[section]] if section in about else []
+
+
+def _table(section: type[Section], path: FieldPath) -> str:
     head = ["| field | values | default | variable | meaning |", "|---|---|---|---|---|"]
     return "\n".join([*head, *_rows(section, path)]) + "\n"
 
 
-def _rows(section: type[Section], path: tuple[str, ...]) -> Iterator[str]:
+def _rows(section: type[Section], path: FieldPath) -> Iterator[str]:
+    inner = {below[len(path)] for below, _ in inner_sections(section, path)}
     for name, schema in section.model_json_schema()["properties"].items():
+        if name in inner:
+            continue
         default = _plain(schema["default"]) if "default" in schema else "required"
         variable = variable_name((*path, name))
         yield f"| `{name}` | {_values(schema)} | {default} | `{variable}` | {schema['description']} |"
 
 
 def _values(schema: Mapping[str, Any]) -> str:
-    """What a field accepts, in words."""
+    """What a field accepts, in words. A field that may be unset is described by its other values."""
+    if "anyOf" in schema:
+        (schema,) = [values for values in schema["anyOf"] if values.get("type") != "null"]
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
@@ -75,6 +102,8 @@ def _values(schema: Mapping[str, Any]) -> str:
 
 def _plain(value: Any) -> str:
     """A value as TOML writes it, with digits in groups where they are many."""
+    if value is None:
+        return "unset"
     if isinstance(value, bool | str):
         return "empty" if value == "" else f"`{json.dumps(value)}`"
     if float(value).is_integer():

@@ -103,9 +103,10 @@ class Means:
 
     `full`: whether the request window is; `continuity_full`: whether the continuity window is; growth, prompt, output
     and uncached are mean tokens; `end_to_end_s`, `decode_s`: mean seconds of a request; `miss_impact_s`: mean seconds
-    that a cache miss of a returning Program costs; `segment_rounds`: mean rounds between two pauses by TTL;
-    `throughput_per_s`: completed requests by second of busy time; `intervals_s`: the positive times between completion
-    and next arrival, of the continuity window."""
+    that a cache miss of a returning Program costs; `segment_rounds`: mean rounds of a request's Program since its last
+    pause by TTL; `throughput_per_s`: completed requests by second of busy time; `intervals_s`: the positive times
+    between completion and next arrival, of the continuity window; `pause_rounds`: mean rounds of the segments that
+    pauses by TTL ended."""
 
     full: bool = False
     continuity_full: bool = False
@@ -119,6 +120,7 @@ class Means:
     segment_rounds: float | None = None
     throughput_per_s: float | None = None
     intervals_s: tuple[float, ...] = ()
+    pause_rounds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
