@@ -145,24 +145,25 @@ def test_a_hold_counts_half_after_ten_seconds() -> None:
 
 
 def test_only_idle_programs_are_held_and_the_longest_comes_first() -> None:
-    """One that runs again, or was paused, needs no hint."""
+    """One that runs again, or is still within its automatic TTL, needs no hint."""
     shown = rank(
         idle("a", 10, held_by_hint_ms=NOW_MS - 5),
         idle("b", 20, held_by_hint_ms=NOW_MS - 9),
         idle("c", 40),
+        idle("e", 160, held_by_hint_ms=NOW_MS + 1),
         running("d", 80, held_by_hint_ms=NOW_MS - 9),
     )
-    assert held(shown, SETTINGS) == [Hold(NOW_MS - 9, "b", 20), Hold(NOW_MS - 5, "a", 10)]
+    assert held(shown, SETTINGS, NOW_MS) == [Hold(NOW_MS - 9, "b", 20), Hold(NOW_MS - 5, "a", 10)]
 
 
 def test_holds_take_a_quarter_of_a_rank_at_most() -> None:
     """Of 1,000 tokens 250, or of 8 places 2; the longest held end."""
     programs = [idle(f"p{age}", 100, held_by_hint_ms=NOW_MS - age) for age in (1, 2, 3, 4)]
-    assert [hold.id for hold in over_share(rank(*programs), SETTINGS)] == ["p4", "p3"]
-    assert over_share(rank(*programs[:2], capacity=800), SETTINGS) == []
+    assert [hold.id for hold in over_share(rank(*programs), SETTINGS, NOW_MS)] == ["p4", "p3"]
+    assert over_share(rank(*programs[:2], capacity=800), SETTINGS, NOW_MS) == []
     eight = settings(max_active_programs_per_target=8)
-    assert [hold.id for hold in over_share(rank(*programs, capacity=None), eight)] == ["p4", "p3"]
-    assert over_share(rank(*programs[:1], capacity=None), eight) == []
+    assert [hold.id for hold in over_share(rank(*programs, capacity=None), eight, NOW_MS)] == ["p4", "p3"]
+    assert over_share(rank(*programs[:1], capacity=None), eight, NOW_MS) == []
 
 
 def test_holds_end_until_enough_is_free() -> None:
