@@ -105,7 +105,7 @@ def standing_of(rank: Rank, settings: ProgramSettings, now_ms: int) -> Standing:
     """How a rank stands before anything is admitted. Cost: linear in its active Programs."""
     return Standing(
         used_tokens=usage(rank, settings, now_ms).used_tokens,
-        discount_tokens=discount_tokens(held(rank, settings), now_ms),
+        discount_tokens=discount_tokens(held(rank, settings, now_ms), now_ms),
         active=rank.active,
         waiting=engine_waiting(rank, settings, now_ms),
         growth=growth_of(rank, settings),

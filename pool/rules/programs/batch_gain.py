@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from pool.program_settings import ProgramSettings
 from pool.rules.programs.facts import Means, Program, Rank, State, Status
+from pool.rules.programs.tokens import private_context_tokens
 from pool.rules.programs.ttl import cache_miss_impact_seconds, decode_throughput
 from pool.rules.programs.windows import target_rounds
 
@@ -53,8 +54,7 @@ class Growth:
 
 def miss_impact_s(program: Program, settings: ProgramSettings) -> float:
     """Seconds it costs when the KV that is the Program's own has to be computed again."""
-    private = max(program.context_tokens - program.shared_prefix_tokens, 0)
-    return cache_miss_impact_seconds(settings.prefill_cost_model, private)
+    return cache_miss_impact_seconds(settings.prefill_cost_model, private_context_tokens(program))
 
 
 def growth_of(rank: Rank, settings: ProgramSettings) -> Growth:

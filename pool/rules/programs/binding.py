@@ -58,7 +58,8 @@ def choose(strategy: str, candidates: Collection[Candidate], *, key: str, turn: 
             return max(admissible or ranks, key=cache_score).rank
         case _:
             up = {candidate.rank for candidate in ranks}
-            return home(ring, key, up) or home(ring_of(up, 1), key, up)
+            # A ring that knows none of them is about to change; the answer is still the same on every node.
+            return home(ring, key, up) or home(ring_of(up, 1), key)
 
 
 def refuses_without_rank(registered: int, *, fail_fast: bool) -> bool:

@@ -46,7 +46,7 @@ def plan_relocations(
     ranks whose own are not full. Cost: waiting Programs times ranks.
     """
     by_id = {rank.id: rank for rank in ranks}
-    standings = {rank.id: _standing(rank, settings, now_ms, pooled) for rank in ranks}
+    standings = {rank.id: standing_as_destination(rank, settings, now_ms, pooled) for rank in ranks}
     found: list[Relocation] = []
     waiting = [program for rank in ranks for program in rank.waiting if program.rank == rank.id]
     for candidate in ordered(waiting, settings, now_ms, cross_rank=True):
@@ -60,7 +60,7 @@ def plan_relocations(
     return tuple(found)
 
 
-def _standing(rank: Rank, settings: ProgramSettings, now_ms: int, pooled: Means) -> Standing:
+def standing_as_destination(rank: Rank, settings: ProgramSettings, now_ms: int, pooled: Means) -> Standing:
     """As it stands as a destination: an idle rank never fills its own window."""
     known = rank if rank.means.full else replace(rank, means=pooled)
     return standing_of(known, settings, now_ms)

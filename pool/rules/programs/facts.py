@@ -60,9 +60,9 @@ class Program:
     it has ever been active, so that a relocation is one; `reserved_output_tokens`: the stored reservation of its
     request in flight, None without one; `prompt_tokens`: length of its last prompt; `last_finish_ms`: end of its last
     request, 0 before; `rounds`: requests completed since its activation; `activated_ms`: when that was;
-    `pause_when_idle`: marked by a repair; `held_by_hint_ms`: since when only the hint of its last request keeps its
-    place, because its automatic TTL is over, None while that is not so; `awaited_by`: ids of its ancestors that cannot
-    go on before it ends, nearest first, over blocking links only."""
+    `pause_when_idle`: marked by a repair; `held_by_hint_ms`: when its automatic TTL ends and only the
+    hint of its last request keeps its place, None where the hint is not longer; `awaited_by`: ids of its ancestors that
+    cannot go on before it ends, nearest first, over blocking links only."""
 
     id: str
     state: State

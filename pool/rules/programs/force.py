@@ -38,7 +38,7 @@ def force_ms(
     """
     bound_ms = give_up_ms(settings, now_ms, deadline_s)
     if current_ms is not None:
-        return current_ms if deadline_s is None else min(current_ms, bound_ms)
+        return min(current_ms, bound_ms)
     return min(now_ms + round(wait_s(rank, settings, ahead=ahead) * 1000), bound_ms)
 
 

@@ -6,6 +6,7 @@ and less against others, and they end when another Program needs the room. The l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,15 +30,15 @@ class Hold(NamedTuple):
 
 def weight(beyond_ms: int) -> float:
     """How much of its tokens a hold counts for in admission, `beyond_ms` after the automatic TTL: 1 at first."""
-    return 0.5 ** (max(beyond_ms, 0) / HALF_LIFE_MS)
+    return math.exp2(-max(beyond_ms, 0) / HALF_LIFE_MS)
 
 
-def held(rank: Rank, settings: ProgramSettings) -> list[Hold]:
+def held(rank: Rank, settings: ProgramSettings, now_ms: int) -> list[Hold]:
     """The holds of a rank beyond the automatic TTL, longest first."""
     return sorted(
         Hold(program.held_by_hint_ms, program.id, private_tokens(program, settings.decode_buffer_tokens))
         for program in rank.programs
-        if program.held_by_hint_ms is not None and is_idle(program)
+        if program.held_by_hint_ms is not None and program.held_by_hint_ms <= now_ms and is_idle(program)
     )
 
 
@@ -51,10 +52,10 @@ def discount_tokens(holds: Sequence[Hold], now_ms: int) -> float:
     return sum(hold.tokens * (1 - weight(now_ms - hold.since_ms)) for hold in holds)
 
 
-def over_share(rank: Rank, settings: ProgramSettings) -> list[Hold]:
+def over_share(rank: Rank, settings: ProgramSettings, now_ms: int) -> list[Hold]:
     """The holds that end because all of them together take more than their share: of the token capacity, or where only
     the number of Programs is bounded, of that."""
-    holds = held(rank, settings)
+    holds = held(rank, settings, now_ms)
     if rank.capacity_tokens is None:
         return holds[: max(len(holds) - int(SHARE * settings.max_active_programs_per_target), 0)]
     return given_up(holds, sum(hold.tokens for hold in holds) - SHARE * rank.capacity_tokens)

@@ -40,7 +40,7 @@ class Repair:
 def plan_repair(rank: Rank, settings: ProgramSettings, now_ms: int) -> Repair:
     """Ends holds beyond their share, and where what is projected is above the high watermark, frees room down to the
     low one. Cost: n log n in the active Programs, plus n times the number that give way."""
-    ended = over_share(rank, settings)
+    ended = over_share(rank, settings, now_ms)
     pauses = [(hold.id, PauseReason.TTL_EXPIRED) for hold in ended]
     if rank.capacity_tokens is None:
         return Repair(tuple(pauses))
@@ -114,7 +114,7 @@ def fewest(ordered: Sequence[Victim], lacking_tokens: float, *, at_most: int) ->
     """
     sizes = sorted(victim.tokens for victim in ordered)
     number = _smallest_number(sizes, lacking_tokens)
-    if number > at_most:
+    if number > min(at_most, len(ordered)):
         return list(ordered[: max(at_most, 0)])
     chosen: list[Victim] = []
     for victim in ordered:

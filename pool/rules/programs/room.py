@@ -41,9 +41,9 @@ class Room:
         self.places += 1
         self.pauses.append((program.id, PauseReason.CAPACITY_REPAIR))
 
-    def end_holds(self, decision: Decision) -> None:
+    def end_holds(self, decision: Decision, now_ms: int) -> None:
         """Ends holds beyond the automatic TTL, longest first, until a candidate that lacks KV would have it."""
-        for hold in given_up(held(self._rank, self._settings), decision.lacking_tokens - self.going_tokens):
+        for hold in given_up(held(self._rank, self._settings, now_ms), decision.lacking_tokens - self.going_tokens):
             self._pause(self._idle[hold.id])
 
     def pause_ancestors(self, child: Program, decision: Decision) -> None:
@@ -90,7 +90,7 @@ def make_room(
     lacking = [(program, decision) for program, decision in refused if decision.reason in LACKING_ROOM]
     without_kv = [(program, decision) for program, decision in lacking if decision.reason is Reason.NO_KV]
     for _, decision in without_kv[:1]:
-        room.end_holds(decision)
+        room.end_holds(decision, now_ms)
     for program, decision in lacking:
         room.pause_ancestors(program, decision)
     marks: tuple[str, ...] = ()
