@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +23,6 @@ from pool.store.programs import Applied, Operation, ProgramStore, operations_of
 from tests.builders import LEASE_MS, RESULT_TTL_MS, completed, job_store, new_job
 
 TENANT = "acme"
-TERMS = Terms(max_deliveries=3, result_ttl_ms=RESULT_TTL_MS, letters_kept=100)
 
 
 def settings(**fields: Any) -> ProgramSettings:
@@ -47,11 +45,12 @@ class Scene:
     workers: dict[str, ProgramDelivery] = field(default_factory=dict)
     #: Processes that had a rank before.
     ghosts: list[ProgramDelivery] = field(default_factory=list)
+    max_deliveries: int = 3
 
     def __post_init__(self) -> None:
-        self.jobs: JobStore = job_store(self.client)
+        self.jobs: JobStore = job_store(self.client, cap=1000)
         self.store = ProgramStore(self.client, self.jobs, "tiny", self.settings)
-        self.upkeep = ProgramUpkeep(self.store, TERMS)
+        self.upkeep = ProgramUpkeep(self.store, Terms(self.max_deliveries, RESULT_TTL_MS, letters_kept=100))
         self.keys: ProgramKeys = self.store.keys
 
     def close(self) -> None:
@@ -144,9 +143,3 @@ class Scene:
         found = Audit(self.client, "tiny").run()
         assert found == []
         return True
-
-    def check(self, *assertions: Callable[[], object]) -> None:
-        """Each of these, and an audit."""
-        for assertion in assertions:
-            assert assertion()
-        self.sound()

@@ -98,8 +98,8 @@ class Stored:
         """A field's number, None where it is absent."""
         return int(self.fields[name]) if name in self.fields else None
 
-    def program(self, now_ms: int) -> Program:
-        """As the rules see it at this time."""
+    def program(self) -> Program:
+        """As the rules see it."""
         return Program(
             id=self.id,
             state=State(self.text("state")),
@@ -116,7 +116,7 @@ class Stored:
             yielded=bool(self.number("yielded")),
             pause_when_idle=bool(self.number("mark")),
             waiting=self._waiting(),
-            held_by_hint_ms=self._held_by_hint_ms(now_ms),
+            held_by_hint_ms=self._held_by_hint_ms(),
         )
 
     def _waiting(self) -> Waiting | None:
@@ -129,11 +129,9 @@ class Stored:
             expected_output_tokens=self.known("expected"),
         )
 
-    def _held_by_hint_ms(self, now_ms: int) -> int | None:
+    def _held_by_hint_ms(self) -> int | None:
         automatic_ms = self.known("auto_ms")
-        if automatic_ms is None or automatic_ms >= self.number("ttl_ms") or now_ms < automatic_ms:
-            return None
-        return automatic_ms
+        return None if automatic_ms is None or automatic_ms >= self.number("ttl_ms") else automatic_ms
 
 
 def stored_of(program: str, values: Mapping[bytes, bytes]) -> Stored | None:

@@ -69,8 +69,8 @@ def snapshot(client: Client, keys: ProgramKeys, rank: str, settings: ProgramSett
             reasoning=int(book.get("reasoning", 0)),
             observation=_observation(book),
             means=means_of(windows, settings.stats_window_size),
-            programs=tuple(each for each in _seen(records, now_ms, rank) if each.state is State.ACTIVE),
-            waiting=tuple(each for each in _seen(records, now_ms, rank) if each.waiting is not None),
+            programs=tuple(each for each in _seen(records, rank) if each.state is State.ACTIVE),
+            waiting=tuple(each for each in _seen(records, rank) if each.waiting is not None),
         ),
         now_ms=now_ms,
         version=int(book.get("version", 0)),
@@ -114,9 +114,9 @@ def _parents(records: Mapping[str, Stored], children: Iterable[Stored]) -> list[
     return list({each.text("parent") for each in children if each.number("blocks")} - {"", *records})
 
 
-def _seen(records: Mapping[str, Stored], now_ms: int, rank: str) -> list[Program]:
+def _seen(records: Mapping[str, Stored], rank: str) -> list[Program]:
     return [
-        replace(stored.program(now_ms), awaited_by=_ancestors(stored, records))
+        replace(stored.program(), awaited_by=_ancestors(stored, records))
         for stored in records.values()
         if stored.text("rank") == rank
     ]

@@ -17,8 +17,8 @@ local function rest(at, p, token, how, ended, front)
   returned(at, p, token)
   local ticket = p.inflight == 0 and redis.call('LINDEX', p[0].pool, 0)
   if p.inflight > 0 then return account(at, p) end
-  if is_stale(at, p) then return pause(at, p, 'health_failover') end
-  if ticket then
+  local stale, id = is_stale(at, p), p[0].id
+  if ticket and not stale then
     redis.call('LPOP', p[0].pool)
     p.mark = nil
     dispatch(at, p, ticket, front)
@@ -26,9 +26,9 @@ local function rest(at, p, token, how, ended, front)
   end
   p.status = 'acting'
   account(at, p)
-  if p.ending or ended.ends == 1 then return release(at, p, 'finished') end
-  if how ~= 'completed' and not p.completed then return release(at, p, how) end
-  local id = p[0].id
+  if not ticket and (p.ending or ended.ends == 1) then return release(at, p, 'finished') end
+  if not ticket and how ~= 'completed' and not p.completed then return release(at, p, how) end
+  if stale then return pause(at, p, 'health_failover') end
   if p.bind == 1 then
     redis.call('ZADD', at.timers, at.ms + p.keep, 'retention:' .. id)
   elseif how == 'completed' and not p.mark and ended.ttl > 0 then
