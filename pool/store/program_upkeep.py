@@ -6,7 +6,7 @@ in small steps (`drain`), which anybody may go on with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pool.store import program_endings
@@ -17,7 +17,7 @@ from pool.store.keys import GROUP
 from pool.store.program_endings import Declared, Terms, run_declared
 from pool.store.program_keys import program_id_of
 from pool.store.programs import ProgramStore
-from pool.store.scripts import Command, run, script
+from pool.store.scripts import Command, run, run_many, script
 
 #: Items looked at in one call.
 BATCH = 100
@@ -118,6 +118,36 @@ class ProgramUpkeep:
             return False
         self._store.jobs.notify(token, watch=reply[1].decode(), rank=reply[2].decode())
         return True
+
+    def requeue_unbegun(self, rank: str, idle_ms: int) -> int:
+        """Entries that a former process of a rank has read and cannot begin go back to the stream, for its present one;
+        how many. `idle_ms`: how long nobody has touched them."""
+        place = self._keys.place(rank)
+        with state_errors():
+            found = self._client.xpending_range(place["stream"], GROUP, "-", "+", BATCH, idle=idle_ms)
+            pipe = self._client.pipeline(transaction=False)
+            for item in found:
+                pipe.xrange(place["stream"], item["message_id"], item["message_id"])
+            entries = [entry for page in pipe.execute() for entry in page]
+            commands = [self._return(rank, entry, fields) for entry, fields in entries if token_of(fields)]
+            return sum(reply[0] == b"ok" for reply in run_many(self._client, commands))
+
+    def _return(self, rank: str, entry: bytes, fields: Mapping[bytes, bytes]) -> Command:
+        token, program = fields[b"job"].decode(), fields.get(b"program", b"").decode()
+        return script("program_hand_back")(
+            job=self._keys.job(token),
+            leases=self._keys.leases,
+            timers=self._keys.timers,
+            tally=self._keys.tally,
+            **self._keys.of(program),
+            at=self._keys.place(rank),
+            token=token,
+            attempt="",
+            nonce="",
+            entry=entry,
+            id=program,
+            rank=rank,
+        )
 
     def waiting_at(self, rank: str) -> list[str]:
         """Programs that wait for a rank, those first that are forced first; at most BATCH."""

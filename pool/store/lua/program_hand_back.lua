@@ -8,7 +8,7 @@
 -- KEY gone string
 -- ARG token str
 -- ARG attempt str "" for one that was never begun, or whose begin was never answered
--- ARG nonce str
+-- ARG nonce str "" when another one gives it back
 -- ARG entry str of one that was never begun
 -- ARG id str of the Program
 -- ARG rank str
