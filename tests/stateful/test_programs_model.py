@@ -17,7 +17,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -45,7 +44,6 @@ LONG_MS = 3_600_000_000
 
 KEYS = st.tuples(st.sampled_from(("acme", "umbrella")), st.sampled_from(("lead", "helper", "critic")))
 RANKS = st.sampled_from(("a", "b", "c"))
-HOMES = st.sampled_from(("a", "b", "c", ""))
 
 
 class Programs(RuleBasedStateMachine):
@@ -69,6 +67,8 @@ class Programs(RuleBasedStateMachine):
         self.lives = 0
         self.handouts: list[Handout] = []
         self.epochs: dict[Key, tuple[int, int]] = {}
+        for rank in ("a", "b"):
+            self.take_rank(rank)
 
     def teardown(self) -> None:
         if hasattr(self, "scene"):
@@ -85,61 +85,88 @@ class Programs(RuleBasedStateMachine):
     def pick(self, data: st.DataObject, keys: list[Key]) -> Key:
         return data.draw(st.sampled_from(sorted(keys)))
 
+    def possible(self) -> list[str]:
+        """The events that can come now, each as often as it is likely."""
+        running = any(job.handout is not None for job in self.world.jobs.values())
+        timers = any(program.timer for program in self.world.programs.values())
+        weights = {
+            "arrive": 6, "plan": 8, "begin": 2, "join": 1, "lose": 1, "drain": 1, "read_as_a_ghost": 1, "set_clock": 1,
+            "complete": 8 * bool(self.handouts), "give_back": 2 * running, "time_passes": 2 * timers,
+            "cancel": 2 * bool(self.unended()), "time_out": bool(self.unended()),
+            "operate": 3 * bool(self.world.programs), "rebind": bool(self.world.programs), "finish": 1,
+        }  # fmt: skip
+        return [name for name, weight in weights.items() for _ in range(weight)]
+
+    @rule(data=st.data())
+    def event(self, data: st.DataObject) -> None:
+        """One of them. As rules of their own, too many would be left out of each run: nothing would ever get far."""
+        getattr(self, data.draw(st.sampled_from(self.possible()), label="event"))(data)
+
     # -- ranks ------------------------------------------------------------------------------------------------------
 
-    @rule(rank=RANKS)
-    def join(self, rank: str) -> None:
+    def join(self, data: st.DataObject) -> None:
         """A process takes a rank, also from one that lives on."""
+        self.take_rank(data.draw(RANKS, label="rank"))
+
+    def take_rank(self, rank: str) -> None:
         self.lives += 1
         self.scene.join(rank, f"life-{self.lives}")
         self.world.seats[rank] = f"life-{self.lives}"
 
-    @rule(rank=RANKS, drained=st.booleans())
-    def lose(self, rank: str, drained: bool) -> None:
+    def lose(self, data: st.DataObject) -> None:
         """A rank is lost; what it had is moved at once, or later."""
+        rank = data.draw(RANKS, label="rank")
+        drained = data.draw(st.booleans(), label="drained")
         assert self.scene.upkeep.lose(rank, self.world.seats[rank]) == bool(self.world.seats[rank])
         self.world.seats[rank] = ""
         if drained:
-            self.drain(rank)
+            self.drain_rank(rank)
 
-    @rule(rank=RANKS)
-    def drain(self, rank: str) -> None:
+    def drain(self, data: st.DataObject) -> None:
         """Until nothing is left to be moved."""
+        self.drain_rank(data.draw(RANKS, label="rank"))
+
+    def drain_rank(self, rank: str) -> None:
         while self.scene.upkeep.drain(rank):
             pass
         self.world.drain(rank)
 
-    @rule(data=st.data(), other=RANKS)
-    def rebind(self, data: st.DataObject, other: str) -> None:
+    def rebind(self, data: st.DataObject) -> None:
         """A Program goes to another rank, unless it has a place."""
-        if self.world.programs:
-            key = self.pick(data, list(self.world.programs))
-            program = self.world.programs[key]
-            done = self.scene.store.rebind(self.id_of(key), program.rank, other, "test")
-            assert (done is not None) == (not program.active)
-            program.rank = program.rank if program.active else other
+        other = data.draw(RANKS, label="other")
+        key = self.pick(data, list(self.world.programs))
+        program = self.world.programs[key]
+        done = self.scene.store.rebind(self.id_of(key), program.rank, other, "test")
+        assert (done is not None) == (not program.active)
+        program.rank = program.rank if program.active else other
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    @rule(
-        key=KEYS,
-        home=HOMES,
-        tokens=st.integers(1, 1500),
-        expected=st.one_of(st.none(), st.integers(0, 900)),
-        priority=st.integers(-3, 3),
-        again=st.booleans(),
-    )
-    def arrive(self, key: Key, home: str, tokens: int, expected: int | None, priority: int, again: bool) -> None:
+    def arrive(self, data: st.DataObject) -> None:
         """A request of a Program, perhaps sent twice."""
+        key = data.draw(KEYS, label="key")
+        up = [rank for rank, seat in self.world.seats.items() if seat]
+        home = data.draw(st.sampled_from([*up, *up, *self.world.seats]), label="home")
+        tokens = data.draw(st.integers(1, 1500), label="tokens")
+        expected = data.draw(st.one_of(st.none(), st.integers(0, 900)), label="expected")
+        priority = data.draw(st.integers(-3, 3), label="priority")
+        again = data.draw(st.booleans(), label="again")
         job = new_job(tenant=key[0], tenant_cap=50)
         arrival = Arrival(*key, tokens, force_ms=30_000, priority=priority, expected_tokens=expected)
         for _ in range(1 + again):
             self.scene.store.arrive(job, arrival, home=home, is_up=bool(self.world.seats[home]))
         self.world.arrive(key, job.ref.token, tokens, home)
 
-    @rule(rank=RANKS, limit=st.integers(1, 3))
-    def plan(self, rank: str, limit: int) -> None:
-        """What the rules want for a rank, whatever that is."""
+    def plan(self, data: st.DataObject) -> None:
+        """What the rules want for each rank, whatever that is; and perhaps its process begins it."""
+        limit = data.draw(st.integers(1, 3), label="limit")
+        begins = data.draw(st.sampled_from((True, True, True, False)), label="begins")
+        for rank in ("a", "b", "c"):
+            self.plan_for(rank, limit)
+            if begins:
+                self.begin_on(rank)
+
+    def plan_for(self, rank: str, limit: int) -> None:
         seen = self.scene.store.snapshot(rank)
         before = {key: program for key, program in self.world.programs.items() if program.rank == rank}
         applied = self.scene.plan(rank, limit)
@@ -164,28 +191,25 @@ class Programs(RuleBasedStateMachine):
             assert seen.fronts[self.id_of(key)] == program.pool[0]
             self.world.admit(program)
 
-    @rule(
-        key=KEYS,
-        kind=st.sampled_from(("force", "admit", "pause", "mark")),
-        why=st.sampled_from(("max_segment_yield", "x")),
-    )
-    def operate(self, key: Key, kind: str, why: str) -> None:
+    def operate(self, data: st.DataObject) -> None:
         """One operation that no rule may have asked for: it is carried out exactly where it is possible."""
-        program = self.world.programs.get(key)
-        if program is None:
+        kind = data.draw(st.sampled_from(("force", "pause", "mark")), label="kind")
+        why = data.draw(st.sampled_from(("max_segment_yield", "x")), label="why")
+        key = self.pick(data, list(self.world.programs))
+        program = self.world.programs[key]
+        front = program.pool[0] if program.pool and kind == "force" else ""
+        if kind == "force" and not front:
             return
-        front = program.pool[0] if program.pool and kind in ("force", "admit") else ""
         seen = self.scene.store.snapshot(program.rank)
         operation = Operation(kind, self.id_of(key), why, front)
-        if kind in ("force", "admit") and not front:
-            return
         applied = self.scene.store.apply(seen, [operation])
         assert (applied.code == "away") == (not self.world.seats[program.rank])
         if applied.code == "away":
             return
         done = applied.refused == ()
-        if kind in ("force", "admit"):
-            assert not done or (not program.active and bool(program.pool))
+        if kind == "force":
+            waits = not program.active and bool(program.pool)
+            assert done == waits if self.scene.settings.token_capacity_per_dp_rank is None else waits or not done
             if done:
                 self.world.admit(program)
             return
@@ -196,9 +220,11 @@ class Programs(RuleBasedStateMachine):
         elif done:
             self.world.pause(program, why)
 
-    @rule(rank=RANKS)
-    def begin(self, rank: str) -> None:
+    def begin(self, data: st.DataObject) -> None:
         """The rank's process begins what was sent to it."""
+        self.begin_on(data.draw(RANKS, label="rank"))
+
+    def begin_on(self, rank: str) -> None:
         if not self.world.seats[rank]:
             return
         for handout in self.scene.take(rank):
@@ -213,16 +239,16 @@ class Programs(RuleBasedStateMachine):
             if program.rank == rank and program.active and not self.world.stale(program):
                 assert all(self.world.jobs[token].state == "running" for token in program.flight)
 
-    @rule(rank=RANKS)
-    def read_as_a_ghost(self, rank: str) -> None:
+    def read_as_a_ghost(self, data: st.DataObject) -> None:
         """A former process of a rank reads entries, and can begin none; they go back to the rank's present process."""
+        rank = data.draw(RANKS, label="rank")
         ghosts = [ghost for ghost in self.scene.ghosts if ghost.rank == rank]
         if not ghosts or not self.world.seats[rank]:
             return
         found = ghosts[-1].read(10, 1)
         assert list(ghosts[-1].begin(found)) == []
         self.scene.upkeep.requeue_unbegun(rank, 0)
-        self.drain(rank)
+        self.drain_rank(rank)
         for entry in found:
             job = self.world.jobs.get(entry.token)
             if job is not None and job.state == "queued" and entry.token in self.world.programs[job.key].flight:
@@ -230,19 +256,13 @@ class Programs(RuleBasedStateMachine):
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.handouts)
-    @rule(
-        data=st.data(),
-        ttl_ms=st.sampled_from((0, 60_000)),
-        context=st.integers(1, 2000),
-        ends=st.sampled_from((False, False, False, True)),
-        fails=st.sampled_from((False, False, True)),
-        by_another=st.booleans(),
-    )
-    def complete(
-        self, data: st.DataObject, ttl_ms: int, context: int, ends: bool, fails: bool, by_another: bool
-    ) -> None:
+    def complete(self, data: st.DataObject) -> None:
         """Any attempt there ever was says that it is done; what is not the current one changes nothing."""
+        ttl_ms = data.draw(st.sampled_from((0, 60_000)), label="ttl_ms")
+        context = data.draw(st.integers(1, 2000), label="context")
+        ends = data.draw(st.sampled_from((False, False, False, True)), label="ends")
+        fails = data.draw(st.sampled_from((False, False, True)), label="fails")
+        by_another = data.draw(st.booleans(), label="by_another")
         handout = data.draw(st.sampled_from(self.handouts[-6:]))
         job = self.world.jobs[handout.lease.token]
         program = self.world.programs.get(job.key)
@@ -269,16 +289,12 @@ class Programs(RuleBasedStateMachine):
     def unended(self) -> list[str]:
         return [token for token, job in self.world.jobs.items() if job.state in ("queued", "running")]
 
-    @precondition(lambda self: self.unended())
-    @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         """Of a job that waits, was sent or runs."""
         token = data.draw(st.sampled_from(self.unended()))
         assert self.scene.jobs.cancel(self.ref(token)).state == "cancelled"
         self.world.end(token, "cancelled")
 
-    @precondition(lambda self: self.unended())
-    @rule(data=st.data())
     def time_out(self, data: st.DataObject) -> None:
         """A job's own timer is due."""
         token = data.draw(st.sampled_from(self.unended()))
@@ -288,10 +304,9 @@ class Programs(RuleBasedStateMachine):
         assert sweeper(self.client).sweep("tiny").expired == 1
         self.world.end(token, "failed")
 
-    @precondition(lambda self: any(job.handout for job in self.world.jobs.values()))
-    @rule(data=st.data(), returned=st.booleans())
-    def give_back(self, data: st.DataObject, returned: bool) -> None:
+    def give_back(self, data: st.DataObject) -> None:
         """A job's lease runs out, or its process hands it back."""
+        returned = data.draw(st.booleans(), label="returned")
         running = [token for token, job in self.world.jobs.items() if job.handout is not None]
         token = data.draw(st.sampled_from(running))
         handout = self.world.jobs[token].handout
@@ -304,9 +319,9 @@ class Programs(RuleBasedStateMachine):
             assert sweeper(self.client, max_deliveries=1000).sweep("tiny").requeued == 1
         self.world.put_back(token)
 
-    @rule(key=KEYS)
-    def finish(self, key: Key) -> None:
+    def finish(self, data: st.DataObject) -> None:
         """A Program's owner says that it is over."""
+        key = data.draw(KEYS, label="key")
         there = key in self.world.programs
         self.world.finish(key)
         left = "ending" if key in self.world.programs else "released"
@@ -314,8 +329,6 @@ class Programs(RuleBasedStateMachine):
 
     # -- time -------------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: any(program.timer for program in self.world.programs.values()))
-    @rule(data=st.data())
     def time_passes(self, data: st.DataObject) -> None:
         """A Program's timer is due."""
         key = self.pick(data, [key for key, program in self.world.programs.items() if program.timer])
@@ -325,10 +338,10 @@ class Programs(RuleBasedStateMachine):
         assert self.scene.upkeep.expire() == [(self.id_of(key), done)]
         self.world.due(timer, key)
 
-    @rule(by_ms=st.sampled_from((-LONG_MS, -5_000, 5_000, LONG_MS)))
-    def set_clock(self, by_ms: int) -> None:
+    def set_clock(self, data: st.DataObject) -> None:
         """The server's clock is set: as seen from it, all stored times of Programs have moved the other way. Set
         forward, all timers are due; set back, none is."""
+        by_ms = data.draw(st.sampled_from((-LONG_MS, -5_000, 5_000, LONG_MS)), label="by_ms")
         timers = self.client.zrange(self.scene.keys.program_timers, 0, -1, withscores=True)
         if timers:
             self.client.zadd(self.scene.keys.program_timers, {timer: due_ms - by_ms for timer, due_ms in timers})
