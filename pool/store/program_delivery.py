@@ -17,6 +17,7 @@ from pool.store.handouts import Entry, Handout, Lease, Write, Written, written_o
 from pool.store.log import pack
 from pool.store.placements import NOTHING, Placement, placement_of
 from pool.store.program_keys import RankKeys
+from pool.store.rebuilding import rebuild_rank
 from pool.store.scripts import Command, run_many, run_stream, script
 from pool.store.trials import AMONG_OTHERS
 
@@ -37,6 +38,9 @@ class ProgramDelivery(Delivery):
         return [
             Entry(entry.decode(), token, secrets.token_hex(8), of) for entry, token, of in named if token is not None
         ]
+
+    def _rebuild(self) -> int:
+        return rebuild_rank(self.writer, self.keys)
 
     def begin(self, entries: Sequence[Entry], *, alone: int = AMONG_OTHERS) -> Iterator[Handout | Entry]:
         """As Delivery's. Jobs whose Program no longer has its place here are left to whoever takes over the place."""

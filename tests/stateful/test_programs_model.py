@@ -37,7 +37,7 @@ from tests.program_scene import Scene
 from tests.program_scene import settings as program_settings
 from tests.stateful.program_model import Key, Program, World
 
-STEPS = int(os.environ.get("PROGRAM_STEPS", "600"))
+STEPS = int(os.environ.get("PROGRAM_STEPS", "300"))
 STEPS_EACH = 50
 #: Timers in the past by so much are due.
 LONG_MS = 3_600_000_000

@@ -9,9 +9,10 @@ import pytest
 from pool.store.connection import Client
 from pool.store.handouts import Handout, Write
 from pool.store.ids import JobRef
+from pool.store.jobs import JobStore
 from pool.store.programs import Operation
 from pool.store.totals import surveys
-from tests.builders import entry, sweeper, swept_steadily
+from tests.builders import entry, new_job, sweeper, swept_steadily
 from tests.program_scene import TENANT, Scene, pid
 
 
@@ -207,3 +208,19 @@ def test_the_model_counts_jobs_of_programs(scene: Scene) -> None:
     sweeper(scene.client).sweep("tiny")
     assert scene.client.hget(scene.keys.sweep, "rebuilt_ms") is None
     scene.end(handout)
+
+
+def test_a_lost_stream_of_a_rank_is_made_again(scene: Scene, store: JobStore) -> None:
+    """From the jobs that were sent there; those that wait, run, or are plain, stay where they are."""
+    plain = new_job()
+    store.submit(plain)
+    handout = running(scene)
+    sent = [scene.arrive("lead"), scene.arrive("lead")]
+    scene.arrive("waits")
+    scene.client.delete(scene.keys.place("a")["stream"])
+    assert scene.take() == []
+    assert sorted(each.lease.token for each in scene.take()) == sorted(ref.token for ref in sent)
+    assert scene.client.xlen(scene.keys.queue) == 1
+    assert scene.end(handout).code == "ok"
+    scene.sound()
+    store.cancel(plain.ref)
