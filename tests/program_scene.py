@@ -46,6 +46,7 @@ class Scene:
     #: Processes that had a rank before.
     ghosts: list[ProgramDelivery] = field(default_factory=list)
     max_deliveries: int = 3
+    lease_ms: int = LEASE_MS
 
     def __post_init__(self) -> None:
         self.jobs: JobStore = job_store(self.client, cap=1000)
@@ -69,7 +70,7 @@ class Scene:
             writer=connect(self.url, max_connections=1),
             model="tiny",
             rank=rank,
-            lease_ms=LEASE_MS,
+            lease_ms=self.lease_ms,
             result_ttl_ms=RESULT_TTL_MS,
             incarnation=incarnation,
         )

@@ -63,7 +63,7 @@ class Outcome:
     `context_tokens`: prompt and output; `ttl_ms`: how long its place is kept, 0 not at all, and `automatic_ms`, the
     part of it that the statistics would give; `impact_s`: what it would cost if its KV were lost; `is_round`: whether
     it prolongs the segment; `shared_tokens`, `fresh_until_ms`: an observed shared prefix, None to leave it as it is;
-    `ends`: the Program is over; `sample`: for the window of requests.
+    `sample`: for the window of requests.
     """
 
     prompt_tokens: int
@@ -74,7 +74,6 @@ class Outcome:
     is_round: bool = True
     shared_tokens: int | None = None
     fresh_until_ms: int | None = None
-    ends: bool = False
     sample: RequestSample | None = None
 
     def fields(self) -> list[Value]:
@@ -86,7 +85,6 @@ class Outcome:
             "automatic": min(self.automatic_ms, self.ttl_ms),
             "impact": round(self.impact_s * 1_000_000),
             "round": int(self.is_round),
-            "ends": int(self.ends),
         }
         if self.shared_tokens is not None and self.fresh_until_ms is not None:
             pairs |= {"shared": self.shared_tokens, "fresh": self.fresh_until_ms}

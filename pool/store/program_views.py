@@ -60,14 +60,8 @@ def snapshot(client: Client, keys: ProgramKeys, rank: str, settings: ProgramSett
     records, fronts = _records(client, keys, [*wanted, *(p.decode() for p in active)], wanted)
     windows = _windows(samples)
     return Snapshot(
-        rank=Rank(
-            id=rank,
-            capacity_tokens=settings.token_capacity_per_dp_rank,
-            ledger_tokens=int(book.get("tokens", 0)),
-            leaving_tokens=int(book.get("leaving", 0)),
-            active=int(book.get("active", 0)),
-            reasoning=int(book.get("reasoning", 0)),
-            observation=_observation(book),
+        rank=replace(
+            _rank_of(rank, book, settings),
             means=means_of(windows, settings.stats_window_size),
             programs=tuple(each for each in _seen(records, rank) if each.state is State.ACTIVE),
             waiting=tuple(each for each in _seen(records, rank) if each.waiting is not None),
@@ -80,6 +74,43 @@ def snapshot(client: Client, keys: ProgramKeys, rank: str, settings: ProgramSett
         fronts=fronts,
         is_whole=waiting <= MOST_WAITING,
         windows=windows,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A rank without its Programs: what the choice of a first rank looks at. `waiting`: Programs that wait for it."""
+
+    rank: Rank
+    waiting: int
+    incarnation: str
+
+
+def outlines(client: Client, keys: ProgramKeys, ranks: Sequence[str], settings: ProgramSettings) -> list[Outline]:
+    """These ranks, in one round trip."""
+    pipe = client.pipeline(transaction=False)
+    for rank in ranks:
+        place = keys.place(rank)
+        pipe.hgetall(place["book"])
+        pipe.zcard(place["waiting"])
+    replies = pipe.execute()
+    books = [{name.decode(): value.decode() for name, value in stored.items()} for stored in replies[::2]]
+    return [
+        Outline(_rank_of(rank, book, settings), waiting, book.get("incarnation", ""))
+        for rank, book, waiting in zip(ranks, books, replies[1::2], strict=True)
+    ]
+
+
+def _rank_of(rank: str, book: Mapping[str, str], settings: ProgramSettings) -> Rank:
+    """What a book says of its rank."""
+    return Rank(
+        id=rank,
+        capacity_tokens=settings.token_capacity_per_dp_rank,
+        ledger_tokens=int(book.get("tokens", 0)),
+        leaving_tokens=int(book.get("leaving", 0)),
+        active=int(book.get("active", 0)),
+        reasoning=int(book.get("reasoning", 0)),
+        observation=_observation(book),
     )
 
 

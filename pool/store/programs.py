@@ -20,7 +20,7 @@ from pool.store.jobs import JobStore
 from pool.store.program_endings import Declared, run_declared
 from pool.store.program_keys import ProgramKeys, program_id_of
 from pool.store.program_records import Arrival, Stored, stored_of
-from pool.store.program_views import Snapshot, snapshot
+from pool.store.program_views import Outline, Snapshot, outlines, snapshot
 from pool.store.records import NewJob
 from pool.store.scripts import Command, run, script
 
@@ -158,6 +158,16 @@ class ProgramStore:
         """What the rules see of a rank."""
         with state_errors():
             return snapshot(self.client, self.keys, rank, self.settings)
+
+    def outlines(self, ranks: Sequence[str]) -> list[Outline]:
+        """What the choice of a first rank looks at."""
+        with state_errors():
+            return outlines(self.client, self.keys, ranks, self.settings)
+
+    def turn(self) -> int:
+        """A number that goes up with every call: `program_round_robin` goes by it."""
+        with state_errors():
+            return int(self.client.hincrby(self.keys.placement, "turn", 1))
 
     def apply(self, seen: Snapshot, operations: Sequence[Operation], *, version: int | None = None) -> Applied:
         """Carry out a plan made on `seen`, the first MOST_OPERATIONS of it, and take the rank off the list of those

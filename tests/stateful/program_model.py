@@ -13,11 +13,13 @@ Key = tuple[str, str]
 
 @dataclass
 class Job:
-    """`state`: queued, running, or how it ended; `handout`: that of its current attempt."""
+    """`state`: queued, running, or how it ended; `handout`: that of its current attempt; `ends`: its Program is over
+    with it."""
 
     key: Key
     state: str = "queued"
     handout: Handout | None = None
+    ends: bool = False
 
 
 @dataclass
@@ -54,14 +56,14 @@ class World:
 
     # -- places -----------------------------------------------------------------------------------------------------
 
-    def arrive(self, key: Key, token: str, tokens: int, home: str) -> None:
+    def arrive(self, key: Key, token: str, tokens: int, home: str, *, ends: bool = False) -> None:
         """A request comes in."""
         program = self.programs.get(key)
         if program is None:
             program = self.programs[key] = Program(self.gone.get(key, -1) + 1, home)
         else:
             self._move(program, home)
-        self.jobs[token] = Job(key)
+        self.jobs[token] = Job(key, ends=ends)
         program.ending = False
         program.context = program.context.observed(tokens, is_authoritative=False)
         if program.active and not program.mark and not program.pool and not self.stale(program):
@@ -97,7 +99,7 @@ class World:
 
     # -- ends of jobs -----------------------------------------------------------------------------------------------
 
-    def end(self, token: str, state: str, *, ttl: bool = False, ends: bool = False) -> None:
+    def end(self, token: str, state: str, *, ttl: bool = False) -> None:
         """A job ends, wherever it is."""
         job = self.jobs[token]
         job.state, job.handout = state, None
@@ -105,7 +107,8 @@ class World:
         if token in program.pool:
             self._withdraw(job.key, program, token)
         else:
-            self._rest(job.key, program, token, completed=state == "completed", ttl=ttl, ends=ends)
+            done = state == "completed"
+            self._rest(job.key, program, token, completed=done, ttl=ttl, ends=done and job.ends)
 
     def _withdraw(self, key: Key, program: Program, token: str) -> None:
         program.pool.remove(token)

@@ -39,6 +39,8 @@ from tests.stateful.program_model import Key, Program, World
 
 STEPS = int(os.environ.get("PROGRAM_STEPS", "300"))
 STEPS_EACH = 50
+#: Longer than any run: leases end by an event alone.
+LEASE_MS = 36_000_000
 #: Timers in the past by so much are due.
 LONG_MS = 3_600_000_000
 
@@ -61,7 +63,7 @@ class Programs(RuleBasedStateMachine):
             stats_window_size=3,
             max_active_programs_per_target=3,
         )
-        self.scene = Scene(self.client, self.url, wanted, max_deliveries=1000)
+        self.scene = Scene(self.client, self.url, wanted, max_deliveries=1000, lease_ms=LEASE_MS)
         self.world = World()
         self.world.seats |= {"a": "", "b": "", "c": ""}
         self.lives = 0
@@ -91,8 +93,8 @@ class Programs(RuleBasedStateMachine):
         timers = any(program.timer for program in self.world.programs.values())
         weights = {
             "arrive": 6, "plan": 8, "begin": 2, "join": 1, "lose": 1, "drain": 1, "read_as_a_ghost": 1, "set_clock": 1,
-            "complete": 8 * bool(self.handouts), "give_back": 2 * running, "time_passes": 2 * timers,
-            "cancel": 2 * bool(self.unended()), "time_out": bool(self.unended()),
+            "complete": 8 * bool(self.handouts), "give_back": 2 * running, "replace": 2 * running,
+            "time_passes": 2 * timers,            "cancel": 2 * bool(self.unended()), "time_out": bool(self.unended()),
             "operate": 3 * bool(self.world.programs), "rebind": bool(self.world.programs), "finish": 1,
         }  # fmt: skip
         return [name for name, weight in weights.items() for _ in range(weight)]
@@ -151,11 +153,12 @@ class Programs(RuleBasedStateMachine):
         expected = data.draw(st.one_of(st.none(), st.integers(0, 900)), label="expected")
         priority = data.draw(st.integers(-3, 3), label="priority")
         again = data.draw(st.booleans(), label="again")
+        ends = data.draw(st.sampled_from((False, False, False, True)), label="ends")
         job = new_job(tenant=key[0], tenant_cap=50)
-        arrival = Arrival(*key, tokens, force_ms=30_000, priority=priority, expected_tokens=expected)
+        arrival = Arrival(*key, tokens, force_ms=30_000, priority=priority, expected_tokens=expected, ends=ends)
         for _ in range(1 + again):
             self.scene.store.arrive(job, arrival, home=home, is_up=bool(self.world.seats[home]))
-        self.world.arrive(key, job.ref.token, tokens, home)
+        self.world.arrive(key, job.ref.token, tokens, home, ends=ends)
 
     def plan(self, data: st.DataObject) -> None:
         """What the rules want for each rank, whatever that is; and perhaps its process begins it."""
@@ -258,19 +261,36 @@ class Programs(RuleBasedStateMachine):
 
     def complete(self, data: st.DataObject) -> None:
         """Any attempt there ever was says that it is done; what is not the current one changes nothing."""
+        late = data.draw(st.integers(1, min(len(self.handouts), 6)), label="late")
+        self.complete_one(data, self.handouts[-late])
+
+    def replace(self, data: st.DataObject) -> None:
+        """A process is replaced, or its rank lost, in the middle of a request; it completes that all the same. What was
+        sent to it, the new one cannot begin."""
+        running = [job.handout for job in self.world.jobs.values() if job.handout is not None]
+        handout = running[data.draw(st.integers(0, len(running) - 1), label="which")]
+        assert handout.lease.placement is not None
+        rank = handout.lease.placement.rank
+        if data.draw(st.booleans(), label="lost"):
+            self.scene.upkeep.lose(rank, self.world.seats[rank])
+            self.world.seats[rank] = ""
+        else:
+            self.take_rank(rank)
+        self.complete_one(data, handout)
+        self.begin_on(rank)
+
+    def complete_one(self, data: st.DataObject, handout: Handout) -> None:
         ttl_ms = data.draw(st.sampled_from((0, 60_000)), label="ttl_ms")
         context = data.draw(st.integers(1, 2000), label="context")
-        ends = data.draw(st.sampled_from((False, False, False, True)), label="ends")
         fails = data.draw(st.sampled_from((False, False, True)), label="fails")
         by_another = data.draw(st.booleans(), label="by_another")
-        handout = data.draw(st.sampled_from(self.handouts[-6:]))
         job = self.world.jobs[handout.lease.token]
         program = self.world.programs.get(job.key)
         current = job.handout is handout and program is not None and not self.world.stale(program)
         placement = handout.lease.placement
         assert placement is not None
         outcome = Outcome(
-            prompt_tokens=10, context_tokens=context, ttl_ms=ttl_ms, ends=ends, shared_tokens=context // 3
+            prompt_tokens=10, context_tokens=context, ttl_ms=ttl_ms, shared_tokens=context // 3, fresh_until_ms=1
         )
         ending = failed("engine_error", "It failed.") if fails else replace(completed("x"), outcome=outcome)
         workers = [*self.scene.ghosts, *self.scene.workers.values()]
@@ -284,7 +304,7 @@ class Programs(RuleBasedStateMachine):
             if not fails:
                 program.context = program.context.observed(context, is_authoritative=True)
                 program.completed += 1
-            self.world.end(handout.lease.token, ending.state, ttl=ttl_ms > 0, ends=ends and not fails)
+            self.world.end(handout.lease.token, ending.state, ttl=ttl_ms > 0)
 
     def unended(self) -> list[str]:
         return [token for token, job in self.world.jobs.items() if job.state in ("queued", "running")]
@@ -301,7 +321,7 @@ class Programs(RuleBasedStateMachine):
         kinds = [kind for kind in ("queue", "run") if self.client.zscore(self.scene.keys.timers, f"{kind}:{token}")]
         self.client.zadd(self.scene.keys.timers, {f"{kind}:{token}": 1 for kind in kinds})
         swept_steadily(self.client)
-        assert sweeper(self.client).sweep("tiny").expired == 1
+        assert sweeper(self.client, lease_ms=LEASE_MS).sweep("tiny").expired == 1
         self.world.end(token, "failed")
 
     def give_back(self, data: st.DataObject) -> None:
@@ -316,7 +336,7 @@ class Programs(RuleBasedStateMachine):
         else:
             swept_steadily(self.client)
             self.client.zadd(self.scene.keys.leases, {token: 1})
-            assert sweeper(self.client, max_deliveries=1000).sweep("tiny").requeued == 1
+            assert sweeper(self.client, lease_ms=LEASE_MS, max_deliveries=1000).sweep("tiny").requeued == 1
         self.world.put_back(token)
 
     def finish(self, data: st.DataObject) -> None:
@@ -364,7 +384,6 @@ class Programs(RuleBasedStateMachine):
         """Each one's fields; and there are no others."""
         if not hasattr(self, "scene"):
             return
-        assert self.scene.store.keys.record("") == "gp:{tiny:0}:program:"
         for key, program in self.world.programs.items():
             stored = self.scene.store.read(self.id_of(key))
             assert stored is not None, key

@@ -122,7 +122,9 @@ def test_finishing_waits_for_what_runs(scene: Scene) -> None:
 
 def test_a_request_that_says_so_ends_its_program(scene: Scene) -> None:
     """`expected_resume: false`, once it has completed."""
-    idle(scene, ends=True)
+    scene.arrive("lead", ends=True)
+    scene.plan()
+    scene.end(*scene.take(), ttl_ms=60_000)
     assert scene.record("lead") is None
 
 
@@ -192,6 +194,24 @@ def test_a_rank_away_for_long_leaves_the_ring(scene: Scene) -> None:
     scene.store.rebind(pid("lead"), "a", "b", "failover")
     assert scene.upkeep.forget("a", 0) == "gone"
     assert [key for key in scene.keys.place("a").values() if key.endswith(":a") and scene.client.exists(key)] == []
+
+
+def test_nothing_is_left_of_programs_that_are_over(scene: Scene) -> None:
+    """But what belongs to the model, and to ranks that are up; of a rank that has left the ring, nothing."""
+    idle(scene)
+    idle(scene, "paused", ttl_ms=0)
+    scene.arrive("waits")
+    scene.upkeep.lose("a", "first")
+    while scene.upkeep.drain("a"):
+        pass
+    scene.upkeep.finish(TENANT, "waits")
+    assert scene.upkeep.forget("a", 0) == "gone"
+    for name in ("lead", "paused"):
+        scene.due("retention", name)
+    assert len(scene.upkeep.expire()) == 2
+    lasting = {"members", "placement", "program-events", "tally", "rank-queue:b", "book:b", "dirty", "sweep", "totals"}
+    left = {key.decode().partition("}:")[2] for key in scene.client.scan_iter("gp:*") if scene.client.ttl(key) == -1}
+    assert left <= lasting
 
 
 def test_a_relocation_admits_on_another_rank(scene: Scene) -> None:
@@ -271,3 +291,18 @@ def test_one_planner_at_a_time_is_asked_for_a_rank(scene: Scene) -> None:
     """For a moment."""
     assert scene.store.claim("a", "one")
     assert not scene.store.claim("a", "two")
+
+
+def test_ranks_are_outlined_for_a_first_binding(scene: Scene) -> None:
+    """Their books, how many wait there, and whether a process has them; turns go up."""
+    idle(scene)
+    scene.arrive("waits")
+    scene.upkeep.lose("b", "other")
+    outlines = scene.store.outlines(["a", "b", "new"])
+    assert [(each.rank.ledger_tokens, each.rank.active, each.waiting) for each in outlines] == [
+        (210, 1, 1),
+        (0, 0, 0),
+        (0, 0, 0),
+    ]
+    assert [each.incarnation for each in outlines] == ["first", "", ""]
+    assert scene.store.turn() < scene.store.turn()

@@ -31,7 +31,8 @@ if undeclared(seen[11], blocks) then return redis.error_reply('ERR program_compl
 local p, ticket, refused = concerned(at, keys.job)
 local logged = tonumber(seen[8] or 0)
 if refused then return {refused[1], refused[2], logged} end
-if p and (is_stale(at, p) or redis.call('HGET', keys.job, 'epoch') ~= p[0].stored.epoch) then return {'stale', seen[1]} end
+local own = redis.call('HMGET', keys.job, 'epoch', 'ends')
+if p and (is_stale(at, p) or own[1] ~= p[0].stored.epoch) then return {'stale', seen[1]} end
 if first_seq ~= logged then return {'resend', logged} end
 for i = 1, #entries, 1000 do
   redis.call('RPUSH', keys.log, unpack(entries, i, math.min(i + 999, #entries)))
@@ -39,7 +40,8 @@ end
 fields[#fields + 1], fields[#fields + 2] = 'tokens', logged + count
 seen[8], keys.blocks = logged + count, blocks
 local watch = finish(keys, token, seen, state, ttl, at.ms, fields)
-local o, done = {}, state == 'completed' or state == 'incomplete'
+local done = state == 'completed' or state == 'incomplete'
+local o = {ends = done and own[2]}
 for i = 1, #outcome, 2 do o[outcome[i]] = tonumber(outcome[i + 1]) end
 if p and done then settle_request(at, p, o, sample) end
 conclude(at, p, ticket, token, done and 'completed' or 'request_failed', o)

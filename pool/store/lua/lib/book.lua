@@ -31,8 +31,10 @@ local function is_stale(at, p)
   return p.state == 'active' and p.seat ~= redis.call('HGET', at.book, 'incarnation')
 end
 
--- Plans made before this no longer hold, and somebody should make a new one.
+-- Plans made before this no longer hold, and somebody should make a new one. A rank that is gone gets no new book by the
+-- end of what was bound to it.
 local function changed(at)
+  if redis.call('EXISTS', at.book, at.waiting) == 0 then return 0 end
   redis.call('ZADD', at.dirty, 'NX', at.ms, at.rank)
   return redis.call('HINCRBY', at.book, 'version', 1)
 end

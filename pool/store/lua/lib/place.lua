@@ -42,7 +42,9 @@ local function vacate(at, p)
   redis.call('ZREM', at.timers, 'ttl:' .. id, 'retention:' .. id)
   p.state, p.seat, p.mark, p.ttl_ms, p.auto_ms = 'paused', nil, nil, nil, nil
   account(at, p)
-  if lost then p.epoch, p.impact_us = redis.call('HINCRBY', at.placement, 'epoch', 1), nil else leaving(at, id, kept) end
+  if not lost then return leaving(at, id, kept) end
+  p.epoch, p.impact_us = redis.call('HINCRBY', at.placement, 'epoch', 1), nil
+  redis.call('HINCRBY', at.book, 'moved', kept) -- nothing has changed for the process that is there now
 end
 
 local function pause(at, p, reason)

@@ -12,7 +12,7 @@ local function release(at, p, reason)
 end
 
 -- A job that was with the rank has ended: `how` is completed, or the reason to pause. `ended`: its ttl, the automatic part
--- of it, and ends, whether the Program is over; `front`: key of the job that its pool begins with, if it does.
+-- of it, and `ends`, that the Program is over; `front`: key of the job that its pool begins with, if it does.
 local function rest(at, p, token, how, ended, front)
   returned(at, p, token)
   local ticket = p.inflight == 0 and redis.call('LINDEX', p[0].pool, 0)
@@ -26,7 +26,7 @@ local function rest(at, p, token, how, ended, front)
   end
   p.status = 'acting'
   account(at, p)
-  if not ticket and (p.ending or ended.ends == 1) then return release(at, p, 'finished') end
+  if not ticket and (p.ending or ended.ends) then return release(at, p, 'finished') end
   if not ticket and how ~= 'completed' and not p.completed then return release(at, p, how) end
   if stale then return pause(at, p, 'health_failover') end
   if p.bind == 1 then
