@@ -61,10 +61,7 @@ class Delivery:
 
     def heal(self) -> None:
         """Make the stream and its group, from the index; nothing while both are there."""
-        rebuilding.heal(self.writer, self.keys, self._rebuild)
-
-    def _rebuild(self) -> int:
-        return rebuilding.rebuild(self.writer, self.keys)
+        rebuilding.heal(self.writer, self.keys)
 
     def read(self, room: int, block_ms: int) -> list[Entry]:
         """Read at most `room` (>= 1) entries into this rank's pending list, waiting up to `block_ms`.

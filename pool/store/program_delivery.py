@@ -17,7 +17,7 @@ from pool.store.handouts import Entry, Handout, Lease, Write, Written, written_o
 from pool.store.log import pack
 from pool.store.placements import NOTHING, Placement, placement_of
 from pool.store.program_keys import RankKeys
-from pool.store.rebuilding import rebuild_rank
+from pool.store.rebuilding import heal, rebuild_rank
 from pool.store.scripts import Command, run_many, run_stream, script
 from pool.store.trials import AMONG_OTHERS
 
@@ -39,8 +39,9 @@ class ProgramDelivery(Delivery):
             Entry(entry.decode(), token, secrets.token_hex(8), of) for entry, token, of in named if token is not None
         ]
 
-    def _rebuild(self) -> int:
-        return rebuild_rank(self.writer, self.keys)
+    def heal(self) -> None:
+        """Make the rank's stream and its group, from the jobs that were sent there; nothing while both are there."""
+        heal(self.writer, self.keys, lambda: rebuild_rank(self.writer, self.keys))
 
     def begin(self, entries: Sequence[Entry], *, alone: int = AMONG_OTHERS) -> Iterator[Handout | Entry]:
         """As Delivery's. Jobs whose Program no longer has its place here are left to whoever takes over the place."""

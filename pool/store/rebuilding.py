@@ -14,13 +14,17 @@ from pool.store.scripts import run_many, script
 BATCH = 100
 
 
-def heal(client: Client, keys: ModelKeys, again: Callable[[], int]) -> None:
-    """Make a lost stream or group again; nothing while both are there. `again`: gives jobs their entries back.
+def heal(client: Client, keys: ModelKeys, again: Callable[[], int] | None = None) -> None:
+    """Make a lost stream or group again; nothing while both are there. `again`: gives jobs their entries back, by
+    default from the index.
 
     The group comes last: that it is there says that the entries are, whoever dies in between.
     """
     if not _has_group(client, keys):
-        again()
+        if again is None:
+            rebuild(client, keys)
+        else:
+            again()
         try:
             client.xgroup_create(keys.queue, GROUP, id="0", mkstream=True)
         except redis.exceptions.ResponseError as error:
