@@ -51,13 +51,15 @@ class Audit:
         leases = {member.decode() for member, _ in client.zscan_iter(keys.leases, count=BATCH)}
         timers = {member.decode().split(":", 1)[1] for member, _ in client.zscan_iter(keys.timers, count=BATCH)}
         entries: dict[str, str] = {}
-        streams = [keys.queue, *(place["stream"] for place in map(keys.place, self._programs.ranks()))]
+        programs = self._programs.find()
+        streams = [keys.queue, *(place["stream"] for place in map(keys.place, programs.ranks))]
         for entry, fields in (item for stream in streams for item in self._stream(stream)):
             named = token_of(fields)
             if named is None:
                 yield Violation("I7", entry.decode(), "a stream entry that names no job")
             else:
                 entries[named] = entry.decode()
+                programs.sent[fields.get(b"program", b"").decode()] += 1
         tokens = {token.partition("#")[0] for token in index}
         for token in sorted(tokens | leases | timers | set(entries)):
             yield from self._reachable(token, token in index, token in leases, entries.get(token))
@@ -69,7 +71,7 @@ class Audit:
         for key in client.scan_iter(match=keys.job("*"), count=BATCH):
             yield from self._stored(key.decode().rpartition(":")[2], tokens, held)
         yield from self._inputs(held)
-        yield from self._programs.look()
+        yield from self._programs.look(programs)
 
     def _stream(self, stream: str) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
         start = "-"

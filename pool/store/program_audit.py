@@ -10,7 +10,7 @@ I7  no list, timer or pool names a Program that is gone
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pool.store.connection import Client
@@ -22,9 +22,11 @@ BATCH = 200
 
 
 @dataclass
-class _Found:
-    """All that is listed, by Program or rank."""
+class Found:
+    """All that is listed, by Program or rank. `sent`: how many jobs of each Program are in streams of ranks; whoever
+    reads those fills it."""
 
+    ranks: set[str] = field(default_factory=set)
     records: dict[str, Stored] = field(default_factory=dict)
     pools: dict[str, list[str]] = field(default_factory=dict)
     timers: dict[str, set[str]] = field(default_factory=dict)
@@ -38,45 +40,49 @@ class ProgramAudit:
         self._client = client
         self._keys = keys
 
-    def ranks(self) -> set[str]:
-        """All ranks of which anything is stored."""
-        members = {rank.decode() for rank, _ in self._client.zscan_iter(self._keys.members, count=BATCH)}
-        kinds = ("book", "stream", "active", "waiting", "order", "leaving")
-        return members.union(*(self._named(self._keys.place("*")[kind]) for kind in kinds))
+    def find(self) -> Found:
+        """All that is stored of Programs; one pass over the names of the model's keys."""
+        client, keys, found = self._client, self._keys, Found()
+        found.ranks = {rank.decode() for rank, _ in client.zscan_iter(keys.members, count=BATCH)}
+        place = keys.place("")
+        of_ranks = tuple(place[kind] for kind in ("book", "stream", "active", "waiting", "order", "leaving"))
+        records, pools = keys.record(""), keys.pool("")
+        programs: set[str] = set()
+        for key in (raw.decode() for raw in client.scan_iter(match=f"{records.removesuffix('program:')}*", count=1000)):
+            if key.startswith(records):
+                programs.add(key.removeprefix(records))
+            elif key.startswith(pools):
+                found.pools[key.removeprefix(pools)] = []
+            else:
+                found.ranks |= {key.removeprefix(prefix) for prefix in of_ranks if key.startswith(prefix)}
+        self._read(found, sorted(programs))
+        return found
 
-    def _named(self, pattern: str) -> set[str]:
-        """What stands for the star in the keys of a pattern."""
-        prefix = pattern.removesuffix("*")
-        found = self._client.scan_iter(match=pattern, count=BATCH)
-        return {key.decode().removeprefix(prefix) for key in found}
+    def _read(self, found: Found, programs: Sequence[str]) -> None:
+        client, keys = self._client, self._keys
+        for start in range(0, len(programs), BATCH):
+            pipe = client.pipeline(transaction=False)
+            part = programs[start : start + BATCH]
+            for program in part:
+                pipe.hgetall(keys.record(program))
+            each = zip(part, pipe.execute(), strict=True)
+            found.records |= {p: stored for p, values in each if (stored := stored_of(p, values)) is not None}
+        for program in found.pools:
+            found.pools[program] = [ticket.decode() for ticket in client.lrange(keys.pool(program), 0, -1)]
+        for timer, _ in client.zscan_iter(keys.program_timers, count=BATCH):
+            kind, _, program = timer.decode().partition(":")
+            found.timers.setdefault(program, set()).add(kind)
 
-    def look(self) -> Iterator[Violation]:
+    def look(self, found: Found) -> Iterator[Violation]:
         """What is wrong at the moment, or was while it was looked at."""
-        found = self._find()
-        for rank in sorted(self.ranks()):
+        for rank in sorted(found.ranks):
             yield from self._rank(rank, found)
         for stored in found.records.values():
             yield from self._program(stored, found)
         for program in {*found.pools, *found.timers} - {*found.records}:
             yield Violation("I7", program, "a pool or a timer outlived the Program")
 
-    def _find(self) -> _Found:
-        client, keys, found = self._client, self._keys, _Found()
-        for program in self._named(keys.record("*")):
-            stored = stored_of(program, client.hgetall(keys.record(program)))
-            if stored is not None:
-                found.records[program] = stored
-        for program in self._named(keys.pool("*")):
-            found.pools[program] = [ticket.decode() for ticket in client.lrange(keys.pool(program), 0, -1)]
-        for timer, _ in client.zscan_iter(keys.program_timers, count=BATCH):
-            kind, _, program = timer.decode().partition(":")
-            found.timers.setdefault(program, set()).add(kind)
-        for rank in self.ranks():
-            for _, fields in client.xrange(keys.place(rank)["stream"]):
-                found.sent[fields.get(b"program", b"").decode()] += 1
-        return found
-
-    def _rank(self, rank: str, found: _Found) -> Iterator[Violation]:
+    def _rank(self, rank: str, found: Found) -> Iterator[Violation]:
         client, place = self._client, self._keys.place(rank)
         book = {name.decode(): value.decode() for name, value in client.hgetall(place["book"]).items()}
         active = {program.decode() for program, _ in client.zscan_iter(place["active"], count=BATCH)}
@@ -104,7 +110,7 @@ class ProgramAudit:
         if order != {stored.text("member") for stored in waiters.values()}:
             yield Violation("I5", rank, "who waits there by order, and who by their records, disagree")
 
-    def _program(self, stored: Stored, found: _Found) -> Iterator[Violation]:
+    def _program(self, stored: Stored, found: Found) -> Iterator[Violation]:
         inflight, pool = stored.number("inflight"), found.pools.get(stored.id, [])
         timers, waits = found.timers.get(stored.id, set()), "member" in stored.fields
         is_active = stored.text("state") == "active"

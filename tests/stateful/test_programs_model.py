@@ -230,18 +230,25 @@ class Programs(RuleBasedStateMachine):
     def begin_on(self, rank: str) -> None:
         if not self.world.seats[rank]:
             return
-        # The first read of a new process may bring what a former one has read, and nothing else.
-        for handout in [*self.scene.take(rank), *self.scene.take(rank)]:
-            job = self.world.jobs[handout.lease.token]
-            program = self.world.programs[job.key]
-            assert (job.state, program.rank) == ("queued", rank)
-            assert handout.lease.token in program.flight
-            assert not self.world.stale(program)
-            job.state, job.handout = "running", handout
-            self.handouts.append(handout)
-        for program in self.world.programs.values():
-            if program.rank == rank and program.active and not self.world.stale(program):
-                assert all(self.world.jobs[token].state == "running" for token in program.flight)
+        # The first read of a new process may bring what a former one has read, and nothing else. One that would find
+        # nothing takes long, so it is left out.
+        for _ in range(2):
+            if self.sent_to(rank):
+                for handout in self.scene.take(rank):
+                    self.begun(rank, handout)
+        assert self.sent_to(rank) == []
+
+    def sent_to(self, rank: str) -> list[str]:
+        """Jobs that the rank's process is to begin."""
+        programs = [each for each in self.world.programs.values() if each.rank == rank and not self.world.stale(each)]
+        return [token for each in programs for token in each.flight if self.world.jobs[token].state == "queued"]
+
+    def begun(self, rank: str, handout: Handout) -> None:
+        """It was to begin it."""
+        assert handout.lease.token in self.sent_to(rank)
+        job = self.world.jobs[handout.lease.token]
+        job.state, job.handout = "running", handout
+        self.handouts.append(handout)
 
     def read_as_a_ghost(self, data: st.DataObject) -> None:
         """A former process of a rank reads entries, and can begin none; they go back to the rank's present process."""
