@@ -215,7 +215,7 @@ class ModelSettings(Section):
         description="Which KV later prompts of the same tenant begin with. `exact`: only what gives the same bits as "
         "computing it. `all`: that of generated tokens, too. `off`: none.",
     )
-    batch_invariant: bool = Field(
+    exact: bool = Field(
         default=True,
         description="`numpy`: a generation's tokens do not depend on what else is in the batch, to the bit. `false`: "
         "plain products, a little faster for few generations; promises of the same bytes do not hold then.",

@@ -43,7 +43,7 @@ def test_the_numpy_engine_says_what_it_can_do(tiny: Engine) -> None:
 def test_plain_products_promise_nothing_and_come_close(tiny: Engine) -> None:
     """Without batch invariance the engine says so, is another by its fingerprint, and its logits are nearly the exact
     ones, for prompts and decode rows in steps of any size."""
-    settings = ModelSettings(source="random:7", batch_invariant=False)
+    settings = ModelSettings(source="random:7", exact=False)
     plain = load_engine("tiny", settings, weights=None)
     assert plain.capability() == replace(tiny.capability(), batch_invariant=False)
     assert plain.fingerprint() == load_engine("tiny", settings, weights=None).fingerprint() != tiny.fingerprint()

@@ -63,7 +63,7 @@ def _load_numpy(name: str, settings: ModelSettings, weights: Path | None) -> Eng
         *model,
         threads=_threads(settings),
         kv_bytes=settings.kv_budget_bytes,
-        batch_invariant=settings.batch_invariant,
+        exact=settings.exact,
     )
 
 

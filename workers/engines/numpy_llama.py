@@ -16,7 +16,7 @@ bits that computing it would give.
 A generated token's KV is that of a decode row; prefilling it instead gives slightly other bits. So a takeover prefills
 the original prompt and replays logged tokens as decode rows, and `recompute_exact` is False.
 
-With `batch_invariant=False` linear maps are single products of all rows instead, and none of this is promised.
+With `exact=False` linear maps are single products of all rows instead, and none of this is promised.
 """
 
 from __future__ import annotations
@@ -231,14 +231,14 @@ class NumpyLlama:
         *,
         threads: int = 1,
         kv_bytes: int = _KV_BYTES,
-        batch_invariant: bool = True,
+        exact: bool = True,
     ) -> None:
         self._config = config = weights.config
         self._vocabulary = vocabulary
         self._weights: LlamaWeights | None = weights
         self._crew = Crew(threads)
         self._kv = PagedKV(config, kv_bytes)
-        arithmetic = _Arithmetic.exact(weights, self._crew) if batch_invariant else _Arithmetic.plain(self._crew)
+        arithmetic = _Arithmetic.exact(weights, self._crew) if exact else _Arithmetic.plain(self._crew)
         attention = measure_attention(config)
         self._layers = tuple(_Layer.of(layer, arithmetic.linear) for layer in weights.layers)
         self._head: Linear | None = arithmetic.linear(weights.head)
