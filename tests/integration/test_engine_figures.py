@@ -35,7 +35,7 @@ Figures = dict[str, float]
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """A node, and a worker that serves the scripted engine and the numpy engine. It may hang for long."""
-    sections = {"worker": {"lease_seconds": 1.5, "renew_seconds": 0.3, "stall_timeout_seconds": 100}}
+    sections = {"worker": {"lease_seconds": 3, "renew_seconds": 0.5, "stall_timeout_seconds": 100}}
     folder = tmp_path_factory.mktemp("figures")
     with System(folder, workers=1, sections=sections, serves=f"{SCRIPTED},{TINY}") as system:
         system.start()
@@ -103,7 +103,11 @@ def test_all_three_say_the_same_and_it_is_so(system: System) -> None:
     before, untouched = scraped(system, TINY), scraped(system, SCRIPTED)
     run_jobs(system)
     completed = before["completed_sessions_total"] + JOBS
-    wait_until(lambda: beaten(system, TINY)["completed_sessions"] == completed, description="a heartbeat after the end")
+    wait_until(
+        lambda: beaten(system, TINY)["completed_sessions"] == completed,
+        description="a heartbeat after the end",
+        timeout_s=30,
+    )
 
     after, heartbeat = scraped(system, TINY), beaten(system, TINY)
     (told,) = json.loads(inspected(system, "--json")).values()
@@ -131,12 +135,13 @@ def test_all_three_say_the_same_and_it_is_so(system: System) -> None:
     assert CANARY not in json.dumps([heartbeat, told])
 
 
+@pytest.mark.timeout(240)  # it starts two workers and a client, one after another
 def test_inspect_answers_while_a_step_hangs_and_a_dead_rank_has_no_series(system: System) -> None:
     """With one entry a model, and in it the session that hangs. After the worker was killed and its
     lease has passed nothing of it is on the page; started again under its name, it counts from nothing."""
     run_jobs(system)
     job = system.submit("hang 3")
-    wait_until(lambda: system.tokens(job) == 3, description="the step that hangs")
+    wait_until(lambda: system.tokens(job) == 3, description="the step that hangs", timeout_s=30)
     headline, _, printed = inspected(system).partition("\n")
     assert headline.split() == ["->", f"{node(system)}:", "OK"]
     told = json.loads(printed.rpartition("}")[0] + "}")
@@ -152,7 +157,12 @@ def test_inspect_answers_while_a_step_hangs_and_a_dead_rank_has_no_series(system
     system.jobs.cancel(job)
     (worker,) = system.workers
     worker.kill()
-    wait_until(lambda: not scraped(system, TINY) and not scraped(system, SCRIPTED), description="its series to go")
+    wait_until(
+        lambda: not scraped(system, TINY) and not scraped(system, SCRIPTED),
+        description="its series to go",
+        timeout_s=30,
+        every_s=0.2,
+    )
     worker.start()
     system.await_worker(worker)
     again = scraped(system, TINY)
