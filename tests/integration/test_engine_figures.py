@@ -71,19 +71,23 @@ def node(system: System) -> str:
 
 
 def inspected(system: System, *options: str) -> str:
-    """What `celery inspect engine` prints."""
-    argv = [sys.executable, "-m", "celery", "-A", "tasks", "inspect", "--timeout", "20", "--destination", node(system)]
-    done = subprocess.run(
-        [*argv, *options, "engine"],
-        cwd=ROOT,
-        env=system.workers[0].env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """What `celery inspect engine` prints. Asked again while nobody answers: a worker that has just started serves its
+    models before it listens to Celery."""
+    argv = [sys.executable, "-m", "celery", "-A", "tasks", "inspect", "--timeout", "5", "--destination", node(system)]
+
+    def asked() -> str:
+        done = subprocess.run(
+            [*argv, *options, "engine"],
+            cwd=ROOT,
+            env=system.workers[0].env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return done.stdout if done.returncode == 0 else ""
+
+    return wait_until(asked, description="an answer to inspect", timeout_s=60)
 
 
 def run_jobs(system: System) -> None:
