@@ -25,7 +25,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -41,18 +40,8 @@ from tasks.ports import (
     TokenIds,
 )
 from tasks.vocabulary import Vocabulary
-from workers.engines.exact_linear import (
-    BLOCK,
-    SHORT_ROWS,
-    Crew,
-    ExactLinear,
-    Linear,
-    Measurement,
-    PlainLinear,
-    decode_rows_padded,
-    measure,
-    padded,
-)
+from workers.engines.arithmetic import Arithmetic
+from workers.engines.exact_linear import BLOCK, Crew, Linear, Measurement, padded
 from workers.engines.llama_weights import Floats, LayerWeights, LlamaConfig, LlamaWeights
 from workers.engines.paged_attention import (
     KV_PAGE,
@@ -67,9 +56,6 @@ from workers.engines.paged_attention import (
 from workers.engines.paged_kv import PagedKV, PagedSession, position_bytes
 
 PREFILL_GRID = BLOCK
-#: Raised whenever a change of code changes bits.
-NUMERIC_POLICY = "float32;panels;tile8;block16;page64;ones-column-softmax;2"
-PLAIN_POLICY = "float32;panels;plain;page64;ones-column-softmax;1"
 
 _MAX_SESSIONS = 256
 
@@ -87,42 +73,6 @@ class _Layer:
     @classmethod
     def of(cls, weights: LayerWeights, linear: Callable[[Floats], Linear]) -> _Layer:
         return cls(*map(linear, (weights.qkv, weights.output, weights.gate_up, weights.down)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Arithmetic:
-    """How the linear maps are computed: `linear` makes one of its panels; `padding` is the number of rows that so many
-    decode rows take."""
-
-    invariant: bool
-    policy: str
-    linear: Callable[[Floats], Linear]
-    padding: Callable[[int], int]
-    kernels: tuple[Measurement, ...]
-
-    @classmethod
-    def plain(cls, crew: Crew) -> _Arithmetic:
-        return cls(False, PLAIN_POLICY, lambda panels: PlainLinear(panels, crew), int, ())
-
-    @classmethod
-    def exact(cls, weights: LlamaWeights, crew: Crew) -> _Arithmetic:
-        """By what this machine does with each shape of the layers' maps, and with the head."""
-        by_shape: dict[tuple[int, ...], Measurement] = {}
-        for layer in weights.layers:
-            for panels in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                if panels.shape not in by_shape:
-                    by_shape[panels.shape] = measure(panels, crew)
-        # The head sees last rows only, in tiles: no wide products to measure.
-        of_head = measure(weights.head, crew, limit=0)
-        kernels = (*by_shape.values(), of_head)
-        short = tuple(rows for rows in SHORT_ROWS if all(rows in kernel.short for kernel in kernels))
-        return cls(
-            invariant=all(kernel.rows_independent for kernel in kernels),
-            policy=NUMERIC_POLICY,
-            linear=lambda panels: ExactLinear(panels, crew, wide=by_shape.get(panels.shape, of_head).wide),
-            padding=partial(decode_rows_padded, short=short),
-            kernels=kernels,
-        )
 
 
 @dataclass(slots=True)
@@ -238,7 +188,7 @@ class NumpyLlama:
         self._weights: LlamaWeights | None = weights
         self._crew = Crew(threads)
         self._kv = PagedKV(config, kv_bytes)
-        arithmetic = _Arithmetic.exact(weights, self._crew) if exact else _Arithmetic.plain(self._crew)
+        arithmetic = Arithmetic.exact(weights, self._crew) if exact else Arithmetic.plain(self._crew)
         attention = measure_attention(config)
         self._layers = tuple(_Layer.of(layer, arithmetic.linear) for layer in weights.layers)
         self._head: Linear | None = arithmetic.linear(weights.head)
