@@ -172,7 +172,7 @@ class System:
             SCRIPTED: {"source": "random:1", "target_inflight": 8, **ROOMY, **(models or {}).get(SCRIPTED, {})},
             TINY: {"source": "random:7", "target_inflight": 8, **ROOMY, **(models or {}).get(TINY, {})},
         }
-        self._models = {**(models or {}), **self._models}
+        self._models |= {name: dict(fields) for name, fields in (models or {}).items() if name not in self._models}
         self.settings: Settings = load_configuration(self.config(self.url, "client"), environ={}).settings
         self.http = httpx.Client(timeout=30, headers={"Authorization": f"Bearer {key}"} if key else {})
         self.jobs = JobClient(self.settings)

@@ -34,15 +34,21 @@ LOAD, PREFILL, REPLAY, DECODE, END = "load", "prefill", "replay", "decode", "end
 WAITING, PREEMPTED = "waiting", "preempted"
 SEED = int(os.environ.get("SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 #: A moment of the wanted kind comes within this time.
-MOMENT_S = 60.0
+MOMENT_S = 120.0
 #: A job whose log has not grown for so long, while another's on the same rank has, is preempted: steps take much less.
 STILL_S, MOVED_S = 0.3, 0.1
 #: So many tokens before its last one, a job is at its end.
 LAST_TOKENS = 4
 #: Losses before a token are held against a job: here, not even many of them.
 SECTIONS: dict[str, dict[str, Any]] = {
-    "worker": {"lease_seconds": 1.5, "renew_seconds": 0.2, "max_deliveries": 50, "flush_idle_ms": 50},
-    "server": {"sync_wait_seconds": 120, "orphan_grace_seconds": 60},
+    "worker": {
+        "lease_seconds": 1.5,
+        "renew_seconds": 0.2,
+        "max_deliveries": 50,
+        "flush_idle_ms": 50,
+        "stall_timeout_seconds": 120,
+    },
+    "server": {"sync_wait_seconds": 600, "orphan_grace_seconds": 60},
 }
 #: The longest that a starting worker is left alone before it is killed.
 LOAD_S = 3.0

@@ -76,6 +76,7 @@ def test_streams_outlive_killed_workers(start_system: StartSystem) -> None:
         "threads": 1,
         "target_inflight": SLOTS,
         "kept_prefixes": KEPT,
+        "max_prefill_tokens_per_tick": 64,
         "kv_budget_bytes": (SLOTS + KEPT) * SLOT_TOKENS * BYTES_PER_TOKEN,
     }
     phases, of_all = (PHASES, 0) if SHORT else ((*PHASES, LOAD), 0.3)
