@@ -35,8 +35,10 @@ WAITING, PREEMPTED = "waiting", "preempted"
 SEED = int(os.environ.get("SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 #: A moment of the wanted kind comes within this time.
 MOMENT_S = 120.0
-#: A job whose log has not grown for so long, while another's on the same rank has, is preempted: steps take much less.
-STILL_S, MOVED_S = 0.3, 0.1
+#: A killed worker's work is taken over within this time, nearly always.
+TAKEOVER_S = 20.0
+#: A job whose log has not grown for so long, and so many times as long as another's on the same rank, is preempted.
+STILL_S, TIMES_AS_LONG = 0.3, 4
 #: So many tokens before its last one, a job is at its end.
 LAST_TOKENS = 4
 #: Losses before a token are held against a job: here, not even many of them.
@@ -108,32 +110,56 @@ class Killer:
         """Wait for such a moment, and kill."""
         if phase == LOAD:
             self._kill_loading()
+        elif phase == REPLAY:
+            self._kill_replaying()
         else:
-            victim = wait_until(
-                lambda: self._victim(phase), description=f"a moment of {phase}", timeout_s=MOMENT_S, every_s=0.005
-            )
-            victims = [victim]
-            if self._chance.random() < self._share_of_all:
-                victims = self._system.workers
-                self.of_all += 1
-            for worker in victims:
-                worker.kill()
-            for worker in victims:
-                worker.start()
+            self._kill_one_or_all(self._await_victim(phase))
         self.done[phase] += 1
+
+    def _await_victim(self, phase: str, timeout_s: float = MOMENT_S) -> Part:
+        """A worker in such a moment."""
+        return wait_until(
+            lambda: self._victim(phase), description=f"a moment of {phase}", timeout_s=timeout_s, every_s=0.005
+        )
+
+    def _kill_one_or_all(self, victim: Part) -> None:
+        victims = [victim]
+        if self._chance.random() < self._share_of_all:
+            victims = self._system.workers
+            self.of_all += 1
+        self._restart(victims)
+
+    @staticmethod
+    def _restart(workers: Sequence[Part]) -> None:
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.start()
+
+    def _kill_replaying(self) -> None:
+        """Kill a worker, and then whoever takes over its work. That moment is short and may be missed."""
+        end_s = time.monotonic() + MOMENT_S
+        while True:
+            self._restart([self._await_victim(DECODE)])
+            try:
+                victim = self._await_victim(REPLAY, TAKEOVER_S)
+            except AssertionError:
+                if time.monotonic() > end_s:
+                    raise
+            else:
+                self._kill_one_or_all(victim)
+                return
 
     def _kill_loading(self) -> None:
         """Kill a worker, and kill it again as it starts."""
         worker = self._chance.choice(self._system.workers)
         served = True
         while served:
-            worker.kill()
-            worker.start()
+            self._restart([worker])
             end_s = time.monotonic() + self._chance.uniform(0, LOAD_S)
             while not (served := self._serves(worker)) and time.monotonic() < end_s:
                 time.sleep(0.01)
-        worker.kill()
-        worker.start()
+        self._restart([worker])
 
     def _serves(self, worker: Part) -> bool:
         return any(rank.pid == worker.pid for rank in self._ranks.live())
@@ -160,7 +186,7 @@ class Killer:
                 figures["preempted_total"] > 0
                 and job.phase in (DECODE, END)
                 and job.still_s > STILL_S
-                and any(other.rank == job.rank and other.still_s < MOVED_S for other in held)
+                and any(other.rank == job.rank and other.still_s * TIMES_AS_LONG < job.still_s for other in held)
             )
         return job.phase == phase
 
