@@ -48,7 +48,7 @@ def asks() -> list[Ask]:
     ]
 
 
-@pytest.mark.timeout(120 + 15 * KILLS)
+@pytest.mark.timeout(120 + 30 * KILLS)
 def test_preempted_generations_outlive_killed_workers(start_system: StartSystem) -> None:
     """Two workers whose KV holds two or three of their eight generations, so that others are preempted, saved as bytes
     and restored, while prompts begin with what is there of the one before. Killed in any phase, also while a preempted
