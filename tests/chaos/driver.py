@@ -37,10 +37,10 @@ from tests.chaos.ledger import Ledger, Verdict, judge
 from tests.chaos.links import Links
 from tests.chaos.work import WorkSource
 from tests.system import SCRIPTED, TINY, System
+from workers.engines.paged_kv import position_bytes
+from workers.engines.tiny import TINY as TINY_SHAPE
 
 APIS, WORKERS = 2, 3
-#: Of KV: five layers, keys and values of four heads of eight numbers.
-TINY_BYTES_PER_TOKEN = 5 * 2 * 4 * 8 * 4
 KV_TOKENS = 1024
 SECTIONS: dict[str, dict[str, Any]] = {
     "server": {"sync_wait_seconds": 30, "orphan_grace_seconds": 40, "threads": 128},
@@ -48,7 +48,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "state": {"celery_results": "celery"},
 }
 #: The real engine's KV holds its largest job and little more, so that jobs that run together preempt each other.
-TIGHT = {"kv_budget_bytes": KV_TOKENS * TINY_BYTES_PER_TOKEN, "kv_overcommit": 16}
+TIGHT = {"kv_budget_bytes": KV_TOKENS * position_bytes(TINY_SHAPE), "kv_overcommit": 16}
 MODELS = {SCRIPTED: {"target_inflight": 12}, TINY: {"target_inflight": 8, "threads": 1, **TIGHT}}
 REST_S = 60.0
 SAY_EVERY_S = 30.0

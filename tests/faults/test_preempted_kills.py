@@ -13,10 +13,10 @@ from tests.faults.conftest import StartSystem
 from tests.faults.killing import DECODE, END, LOAD, PREEMPTED, PREFILL, REPLAY, assert_survived
 from tests.faults.steady_load import CHAT, COMPLETIONS, RESPONSES, Ask
 from tests.system import TINY
+from workers.engines.paged_kv import position_bytes
+from workers.engines.tiny import TINY as TINY_SHAPE
 
 KILLS = int(os.environ.get("KILLS", "2"))
-#: Of KV: five layers, keys and values of four heads of eight numbers.
-BYTES_PER_TOKEN = 5 * 2 * 4 * 8 * 4
 SHORT = KILLS <= 5
 CLIENTS = 6 if SHORT else 8
 TOKENS = 200 if SHORT else 500
@@ -55,7 +55,7 @@ def test_preempted_generations_outlive_killed_workers(start_system: StartSystem)
     generation waits: everything equals what the request gives alone."""
     model = {
         "threads": 1,
-        "kv_budget_bytes": KV_TOKENS * BYTES_PER_TOKEN,
+        "kv_budget_bytes": KV_TOKENS * position_bytes(TINY_SHAPE),
         "kv_overcommit": 16,
         "target_inflight": 8,
         "max_batch_size": 6,
