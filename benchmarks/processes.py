@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from pool.store.server import StateServer
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / "benchmarks" / "peers"
+HOST = "127.0.0.1"
 START_S = 60.0
 STOP_S = 10.0
 
@@ -159,6 +161,19 @@ def wait_for(predicate: Callable[[], bool], *, what: str, timeout_s: float, ever
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"waited {timeout_s:g} s for {what}")
         time.sleep(every_s)
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    """Whether somebody does."""
+    with socket.socket() as probe:
+        return probe.connect_ex((HOST, port)) == 0
 
 
 def tail(log: Path, lines: int = 15) -> str:

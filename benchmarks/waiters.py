@@ -27,7 +27,6 @@ if __name__ == "__main__":
 
 import argparse
 import resource
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -36,8 +35,19 @@ from functools import partial
 
 from benchmarks import report
 from benchmarks.peer_environments import environment
-from benchmarks.processes import START_S, Command, Dialogue, Worker, module, peer, state_server, wait_for
-from benchmarks.waiting_client import HOST
+from benchmarks.processes import (
+    HOST,
+    START_S,
+    Command,
+    Dialogue,
+    Worker,
+    free_port,
+    listens,
+    module,
+    peer,
+    state_server,
+    wait_for,
+)
 from pool.store.connection import Client, connect
 from pool.store.keys import ModelKeys
 
@@ -86,7 +96,7 @@ class Contestant:
 def measure(contestant: Contestant, size: Size) -> report.Sample:
     """One round of one contestant, on a server of its own."""
     with tempfile.TemporaryDirectory(prefix="genpool-bench-") as name:
-        folder, port = Path(name), _free_port()
+        folder, port = Path(name), free_port()
         with state_server(folder) as server:
             worker = Dialogue(contestant.worker(server.url, size), folder / "worker.log")
             api = Worker(contestant.api(server.url, port, folder, size), folder / "api.log")
@@ -280,14 +290,7 @@ def contestants(only: str) -> dict[str, Contestant]:
 
 def _listens(api: Worker, port: int) -> bool:
     api.check()
-    with socket.socket() as probe:
-        return probe.connect_ex((HOST, port)) == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    return listens(port)
 
 
 # --- the whole
