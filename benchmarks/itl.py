@@ -5,8 +5,8 @@
 
 Eight generations run; a prompt of 4,096 tokens arrives. Once it is prefilled in chunks, as shipped, between which the
 others go on; once as a whole, because a tick may prefill as many tokens as it has. The loop and the engine are those of
-a worker, in this process and without a queue: a gap is the time of one tick, and whoever carries the tokens further adds
-about the same few milliseconds to each of them (`make bench-loop` has that).
+a worker, in this process and without a queue: a gap is the time of one tick, and whoever carries tokens further adds
+about the same few milliseconds to each (`make bench-loop` has that).
 
 The numpy engine runs a random model of about 6 million weights, llama.cpp the shipped weights in Q4_0, both with a
 context of 8,192. All runs of an engine must draw the same tokens.
