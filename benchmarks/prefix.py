@@ -37,7 +37,8 @@ from functools import partial
 import httpx
 
 from benchmarks import report
-from benchmarks.processes import HOST, START_S, Worker, free_port, listens, module, state_server, wait_for
+from benchmarks.processes import START_S, Worker, free_port, module, state_server, wait_for
+from benchmarks.waiting_client import HOST
 from tasks.api_keys import new_key
 from tasks.config import SHIPPED_MODELS, load_configuration
 from tasks.services import open_services
@@ -76,6 +77,13 @@ class Client:
 
     def __init__(self, port: int) -> None:
         self._http = httpx.Client(base_url=f"http://{HOST}:{port}", timeout=TIMEOUT_S)
+
+    def answers(self) -> bool:
+        """Whether somebody does."""
+        try:
+            return self._http.get("/healthz").status_code == 200
+        except httpx.TransportError:
+            return False
 
     def ask(self, model: str, key: str, messages: Messages) -> Answer:
         """Stream an answer to its end."""
@@ -187,7 +195,7 @@ def served(folder: Path, engines: Sequence[str], key_lines: Sequence[str]) -> It
                 command = module("celery", *celery, MODELS[engine], "-n", f"{engine}@%h", variables=variables)
                 parts.append(Worker(command, folder / f"{engine}.log"))
             vocabulary = _await(config, parts, [MODELS[engine] for engine in engines])
-            wait_for(partial(listens, port), what="the API", timeout_s=START_S, every_s=0.1)
+            wait_for(client.answers, what="the API", timeout_s=START_S, every_s=0.1)
             yield client, vocabulary
         finally:
             client.close()

@@ -20,7 +20,6 @@ from pool.store.server import StateServer
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / "benchmarks" / "peers"
-HOST = "127.0.0.1"
 START_S = 60.0
 STOP_S = 10.0
 
@@ -164,16 +163,10 @@ def wait_for(predicate: Callable[[], bool], *, what: str, timeout_s: float, ever
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """A port of this machine that nobody listens at now."""
     with socket.socket() as probe:
-        probe.bind((HOST, 0))
+        probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def listens(port: int) -> bool:
-    """Whether somebody does."""
-    with socket.socket() as probe:
-        return probe.connect_ex((HOST, port)) == 0
 
 
 def tail(log: Path, lines: int = 15) -> str:

@@ -23,12 +23,12 @@ from functools import partial
 from typing import Any
 
 from benchmarks.peers.dialogue import answer_text
-from benchmarks.processes import HOST
 
 #: No answer for this long: there will be none. Longer than the slowest poll that stands in for a lost hint.
 SILENCE_S = 15.0
 #: Between two requests: an API that starts a thread for each accepts them without a backlog.
 PAUSE_S = 0.002
+HOST = "127.0.0.1"
 LAST_EVENT = b"event: response.completed\ndata: "
 
 Answer = tuple[str, str, int, bool]
