@@ -109,6 +109,8 @@ class Client:
                     seen_s = time.perf_counter()
                 pieces += [piece] if piece else []
                 usage = _usage(chunk) or usage
+        if not pieces or not usage:
+            raise RuntimeError(f"a stream of {model} ended without text or usage")
         return Answer("".join(pieces), (seen_s - began_s) * 1000, usage["prompt"], usage["cached"])
 
     def close(self) -> None:
