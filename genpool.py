@@ -228,7 +228,7 @@ def check(as_json: bool, rerun: int) -> None:
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the API to look at. Default: server.port.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def doctor(port: int | None, as_json: bool) -> None:
-    """Check versions, state server, models, port, folders and clock. Exit code 1 when something is wrong."""
+    """Check versions, state server, models, memory, port, folders and clock. Exit code 1 when something is wrong."""
     settings = load_settings()
     if port is not None:
         settings = settings.model_copy(update={"server": settings.server.model_copy(update={"port": port})})

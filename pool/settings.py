@@ -199,7 +199,7 @@ class ModelSettings(Section):
         default=1, ge=1, le=1024, description="Generations a replica runs at once, if its engine can."
     )
     threads: int = Field(default=0, ge=0, le=256, description="Threads of the engine. 0: one per core, at most 4.")
-    weight_bytes: int = Field(default=0, ge=0, description="Bytes of the weights; reported, not enforced.")
+    weight_bytes: int = Field(default=0, ge=0, description="Bytes of the weights in memory; reported, not enforced.")
     kv_budget_bytes: int = Field(
         default=64 * 2**20, gt=0, description="Bytes of KV all sessions of a replica may hold."
     )
