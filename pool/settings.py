@@ -238,6 +238,11 @@ class ModelSettings(Section):
         description="`llama_cpp`: sequences beside those of `target_inflight`, in which KV stays for later prompts "
         "that begin alike. All have equal shares of `kv_budget_bytes`, which is allocated at start.",
     )
+    exact: bool = Field(
+        default=True,
+        description="`numpy`: the same bits in every batch. `false`: faster for a single generation, its last bits "
+        "depend on how many run beside it.",
+    )
     flash_attention: bool = Field(
         default=False,
         description="`llama_cpp`: a faster attention whose last bits depend on threads and on the rest of the batch.",

@@ -9,7 +9,7 @@ import pytest
 
 from pool.errors import ConfigurationError
 from pool.settings import ModelSettings
-from tasks.ports import Engine, Member, MemberError
+from tasks.ports import Engine, Logits, Member, MemberError
 from tests.engine.driving import (
     alone,
     begin,
@@ -154,6 +154,29 @@ def test_models_differ_by_seed_and_agree_by_seed() -> None:
     assert again.restore("b", 0, blob, prompt, 30)
     assert same_bits(decode(again, "b", [30], 20), decode(first, "a", [30], 20))
     assert not other.restore("b", 0, blob, prompt, 30)
+
+
+def test_the_fast_setting_computes_the_same_and_promises_no_bits(tiny: Engine) -> None:
+    """With `exact` off, logits are those of the exact engine within a float's accuracy, alone and in mixed batches; it
+    does not claim batch invariance, and takes no snapshot of the exact engine."""
+    fast = load_engine("tiny", ModelSettings(source="random:7", exact=False), weights=None)
+    assert not fast.capability().batch_invariant
+    assert not fast.capability().recompute_exact
+    assert fast.fingerprint() != tiny.fingerprint()
+    prompts = [some_tokens(tiny, length, seed=length) for length in (1, 17, 40, 100)]
+    rows: dict[str, list[Logits]] = {}
+    for name, engine in {"fast": fast, "exact": tiny}.items():
+        rows[name] = [prefill(engine, f"s{k}", prompt, room=4) for k, prompt in enumerate(prompts)]
+        rows[name] += decode(engine, "s1", [30], 17)
+        begin(engine, "new", prompts[2])
+        members = [Member("s0", 0, ids(40), 1), Member("s3", 0, ids(41), 100), Member("new", 0, prompts[2], 0)]
+        rows[name] += map(row_of, engine.step(members))
+    assert np.allclose(rows["fast"], rows["exact"], rtol=0, atol=1e-4)
+    blob = tiny.snapshot("s3", 0)
+    assert blob is not None
+    assert not fast.restore("s3", 1, blob, prompts[3], 110)
+    for session in ("s0", "s1", "s2", "s3", "new"):
+        tiny.release(session, 0)
 
 
 def test_threads_do_not_show(smollm2_path: Path) -> None:

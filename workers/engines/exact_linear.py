@@ -99,6 +99,23 @@ class ExactLinear:
         return y
 
 
+class FastLinear:
+    """The same with all rows in one product, by whatever kernel that takes: its rows depend on how many there are."""
+
+    __slots__ = ("_crew", "_outputs", "_panels")
+
+    def __init__(self, panels: Floats, crew: Crew) -> None:
+        self._crew = crew
+        self._panels = panels
+        self._outputs = panels.shape[0] * panels.shape[2]
+
+    def __call__(self, x: Floats, *, decode_rows: int) -> Floats:  # noqa: ARG002 - that of `ExactLinear`
+        """x (R, inputs) -> (R, outputs)."""
+        y = np.empty((len(x), self._outputs), np.float32)
+        _at_once(self._crew, x, self._panels, y)
+        return y
+
+
 def _by_tiles(crew: Crew, x: Floats, panels: Floats, y: Floats, rows: int) -> None:
     """y (R, outputs) = x (R, inputs) @ matrix, `rows` rows a product."""
     count, inputs, width = panels.shape

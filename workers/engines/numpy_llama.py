@@ -15,13 +15,16 @@ bits that computing it would give.
 
 A generated token's KV is that of a decode row; prefilling it instead gives slightly other bits. So a takeover prefills
 the original prompt and replays logged tokens as decode rows, and `recompute_exact` is False.
+
+With `exact` off the first rule is given up: all rows of a step are one product, and one row alone is not padded to a
+tile. That is faster for a single session, and `batch_invariant` is False.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +41,7 @@ from tasks.ports import (
     TokenIds,
 )
 from tasks.vocabulary import Vocabulary
-from workers.engines.exact_linear import BLOCK, TILE, Crew, ExactLinear, Measurement, measure, padded
+from workers.engines.exact_linear import BLOCK, TILE, Crew, ExactLinear, FastLinear, Measurement, measure, padded
 from workers.engines.llama_weights import Floats, LayerWeights, LlamaConfig, LlamaWeights
 from workers.engines.paged_attention import (
     KV_PAGE,
@@ -55,6 +58,7 @@ from workers.engines.paged_kv import PagedKV, PagedSession, position_bytes
 PREFILL_GRID = BLOCK
 #: Raised whenever a change of code changes bits.
 NUMERIC_POLICY = "float32;panels;tile8;block16;page64;ones-column-softmax;2"
+_FAST_POLICY = "float32;panels;at-once;page64;ones-column-softmax;1"
 
 _MAX_SESSIONS = 256
 
@@ -62,17 +66,20 @@ _MAX_SESSIONS = 256
 _KV_BYTES = 64 * 2**20
 
 
+#: Makes a linear map of its matrix in panels.
+_MakeLinear = Callable[[Floats], ExactLinear | FastLinear]
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    qkv: ExactLinear
-    output: ExactLinear
-    gate_up: ExactLinear
-    down: ExactLinear
+    qkv: ExactLinear | FastLinear
+    output: ExactLinear | FastLinear
+    gate_up: ExactLinear | FastLinear
+    down: ExactLinear | FastLinear
 
     @classmethod
-    def of(cls, weights: LayerWeights, crew: Crew, by_shape: Mapping[tuple[int, ...], Measurement]) -> _Layer:
-        maps = (weights.qkv, weights.output, weights.gate_up, weights.down)
-        return cls(*(ExactLinear(weight, crew, wide=by_shape[weight.shape].wide) for weight in maps))
+    def of(cls, weights: LayerWeights, linear: _MakeLinear) -> _Layer:
+        return cls(*map(linear, (weights.qkv, weights.output, weights.gate_up, weights.down)))
 
 
 @dataclass(slots=True)
@@ -136,14 +143,14 @@ class _Plan:
     blocks: list[BlockSpan]
 
     @classmethod
-    def of(cls, parts: Iterable[_Part], config: LlamaConfig) -> _Plan:
-        """Gives every run its rows."""
+    def of(cls, parts: Iterable[_Part], config: LlamaConfig, tile: int) -> _Plan:
+        """Gives every run its rows; `tile`: what decode rows are padded to."""
         runs = [(part.prompt, part.token) for part in parts]
         decodes = [token for _, token in runs if token]
         prompts = [prompt for prompt, _ in runs if prompt]
         for row, run in enumerate(decodes):
             run.row = row
-        decode_rows = rows = padded(len(decodes), TILE)
+        decode_rows = rows = padded(len(decodes), tile)
         blocks: list[BlockSpan] = []
         for run in prompts:
             run.row = rows
@@ -175,7 +182,13 @@ class NumpyLlama:
     `kv_bytes`. Not for several callers at once."""
 
     def __init__(
-        self, weights: LlamaWeights, vocabulary: Vocabulary, *, threads: int = 1, kv_bytes: int = _KV_BYTES
+        self,
+        weights: LlamaWeights,
+        vocabulary: Vocabulary,
+        *,
+        threads: int = 1,
+        kv_bytes: int = _KV_BYTES,
+        exact: bool = True,
     ) -> None:
         self._config = config = weights.config
         self._vocabulary = vocabulary
@@ -184,11 +197,14 @@ class NumpyLlama:
         self._kv = PagedKV(config, kv_bytes)
         by_shape, of_head = _measured(weights, self._crew)
         attention = measure_attention(config)
-        self._layers = tuple(_Layer.of(layer, self._crew, by_shape) for layer in weights.layers)
-        self._head: ExactLinear | None = ExactLinear(weights.head, self._crew)
+        linear = _linear(self._crew, by_shape, exact=exact)
+        self._tile = TILE if exact else 1
+        self._layers = tuple(_Layer.of(layer, linear) for layer in weights.layers)
+        self._head: ExactLinear | FastLinear | None = linear(weights.head)
         measurements = (*by_shape.values(), of_head, attention)
-        self._invariant = all(measurement.rows_independent for measurement in measurements)
-        self._fingerprint = _fingerprint(weights, vocabulary, measurements)
+        self._invariant = exact and all(measurement.rows_independent for measurement in measurements)
+        policy = NUMERIC_POLICY if exact else _FAST_POLICY
+        self._fingerprint = _fingerprint(weights, vocabulary, measurements, policy)
         self._cos, self._sin = _rotations(config)
 
     @property
@@ -314,7 +330,7 @@ class NumpyLlama:
         return None
 
     def _run(self, batch: Sequence[Member], parts: dict[int, _Part], results: list[StepResult | None]) -> None:
-        plan = _Plan.of(parts.values(), self._config)
+        plan = _Plan.of(parts.values(), self._config, self._tile)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             x = self._forward(plan)
             sick = set() if np.isfinite(x).all() else self._sick(parts, x)
@@ -384,7 +400,7 @@ class NumpyLlama:
         assert weights is not None and head is not None
         if not last_rows:
             return []
-        chosen = np.zeros((padded(len(last_rows), TILE), self._config.width), np.float32)
+        chosen = np.zeros((padded(len(last_rows), self._tile), self._config.width), np.float32)
         chosen[: len(last_rows)] = x[list(last_rows)]
         logits = head(self._normalised(chosen) * weights.final_norm, decode_rows=len(chosen))  # (R, V)
         return list(logits[: len(last_rows)])
@@ -441,14 +457,28 @@ def _measured(weights: LlamaWeights, crew: Crew) -> tuple[dict[tuple[int, ...], 
     return by_shape, measure(weights.head, crew, limit=0)
 
 
-def _fingerprint(weights: LlamaWeights, vocabulary: Vocabulary, measurements: Iterable[Measurement]) -> str:
+def _linear(crew: Crew, by_shape: Mapping[tuple[int, ...], Measurement], *, exact: bool) -> _MakeLinear:
+    """Maps of shapes that were not measured with wide products, as the head's, have none."""
+
+    def make(panels: Floats) -> ExactLinear | FastLinear:
+        if not exact:
+            return FastLinear(panels, crew)
+        measured = by_shape.get(panels.shape)
+        return ExactLinear(panels, crew, wide=measured.wide if measured else ())
+
+    return make
+
+
+def _fingerprint(
+    weights: LlamaWeights, vocabulary: Vocabulary, measurements: Iterable[Measurement], policy: str
+) -> str:
     """SHA-256 (hex) of everything that decides an engine's bits. The kernels are known by the bits they made."""
     build = np.show_config(mode="dicts")
     document = {
         "weights": weights.digest,
         "config": weights.config.describe(),
         "vocabulary": vocabulary.fingerprint(),
-        "policy": NUMERIC_POLICY,
+        "policy": policy,
         "numpy": np.__version__,
         "blas": build["Build Dependencies"]["blas"].get("version"),
         "simd": build["SIMD Extensions"],
