@@ -6,6 +6,7 @@ here, and built once for each kind of processor and each CMAKE_ARGS, as `tools/b
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import os
@@ -46,6 +47,13 @@ def llama_server() -> Path | None:
     if program.exists():
         return program
     folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time; who waited finds its program
+        return program if program.exists() or _install(version, folder) else None
+
+
+def _install(version: str, folder: Path) -> bool:
+    """Build into the folder, which appears in one step. False when that fails."""
     for leftover in folder.parent.glob(f".{folder.name}-*"):  # of a build that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
@@ -54,10 +62,10 @@ def llama_server() -> Path | None:
             built = _build(version, Path(work))
         except subprocess.CalledProcessError as error:
             note(f"llama-server is left out: {error.cmd[0]} ended with {error.returncode}\n{error.stdout[-1500:]}")
-            return None
+            return False
         shutil.rmtree(folder, ignore_errors=True)
         built.rename(folder)
-    return program
+    return True
 
 
 def _build(version: str, work: Path) -> Path:
