@@ -12,7 +12,7 @@ from tasks.payloads import Sampling
 from tasks.ports import Generation, Logits
 from workers.engines.tiny import tiny_vocabulary
 from workers.sampling import logprobs_of
-from workers.sessions import Session, sessions_of
+from workers.sessions import Job, Session
 
 VOCABULARY = tiny_vocabulary()
 EOS = 2
@@ -39,7 +39,7 @@ def session(
         seed=5,
         replay=(replay,),
     )
-    (made,) = sessions_of(generation, VOCABULARY, frozenset(VOCABULARY.eos_ids))
+    (made,) = Job.of(generation, VOCABULARY, frozenset(VOCABULARY.eos_ids), arrival=0).sessions
     return made
 
 

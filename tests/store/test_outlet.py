@@ -137,7 +137,7 @@ def test_when_a_job_is_due(store: JobStore, rank_a: Delivery) -> None:
     for watch, due_s in (("node-1", 7.0 + FOLLOWED_S), ("", 9.0 + 0.5)):
         held = Held(handout, next_seq=0, watch=watch)
         assert held.due_s(0.5) == math.inf
-        held.add(0, (5,), "x", now_s=9.0)
+        held.add(Tokens(handout.lease.token, handout.lease.attempt, 0, (5,), "x"), now_s=9.0)
         assert held.due_s(0.5) == 0.0
         held.flushed, held.written_s = True, 7.0
         assert held.due_s(0.5) == due_s
