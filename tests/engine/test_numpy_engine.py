@@ -22,6 +22,7 @@ from tests.engine.driving import (
     some_tokens,
 )
 from workers.engines import load_engine
+from workers.engines.exact_linear import Crew, ExactLinear, decode_padded, measure
 from workers.engines.gguf_model import read_gguf
 from workers.engines.numpy_llama import NumpyLlama
 from workers.engines.paged_kv import position_bytes
@@ -177,6 +178,24 @@ def test_the_fast_setting_computes_the_same_and_promises_no_bits(tiny: Engine) -
     assert not fast.restore("s3", 1, blob, prompts[3], 110)
     for session in ("s0", "s1", "s2", "s3", "new"):
         tiny.release(session, 0)
+
+
+def test_few_decode_rows_are_padded_no_further_than_they_must(smollm2_path: Path) -> None:
+    """Whole tiles of 8, then the least product that was measured to give the same bits; without one, a whole tile. In
+    each of SmolLM2's shapes, rows have their bits in products of every such size."""
+    assert [decode_padded(rows, (2, 4)) for rows in (0, 1, 2, 3, 5, 8, 9, 16, 20)] == [0, 2, 2, 4, 8, 8, 10, 16, 20]
+    assert [decode_padded(rows, ()) for rows in (0, 1, 8, 9)] == [0, 8, 8, 16]
+    weights, _ = read_gguf(smollm2_path)
+    layer, crew = weights.layers[0], Crew(2)
+    for panels in (layer.qkv, layer.output, layer.gate_up, layer.down, weights.head):
+        measured = measure(panels, crew, limit=0)
+        linear = ExactLinear(panels, crew)
+        x = np.random.default_rng(3).standard_normal((16, panels.shape[1]), dtype=np.float32)
+        whole = linear(x, decode_rows=16)
+        for rows in measured.partial:
+            assert np.array_equal(linear(x[5 : 5 + rows], decode_rows=rows), whole[5 : 5 + rows])
+            assert np.array_equal(linear(x[: 8 + rows], decode_rows=8 + rows), whole[: 8 + rows])
+    crew.close()
 
 
 def test_threads_do_not_show(smollm2_path: Path) -> None:

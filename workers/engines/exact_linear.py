@@ -7,9 +7,10 @@ this machine's kernels that a decode row's place does not matter either.
 
 The matrix is stored in panels of columns. A panel is read from memory in one stretch, and it is narrow enough that
 OpenBLAS multiplies 8 rows with it directly instead of first copying it into its own order, which would cost more than
-the product. Long prompts want the opposite: many rows a product. Many kernels give a wide product the same bits as its
-blocks of 16. Whether this machine's do is measured when the model loads, for each shape and each number of rows that
-will be used; only what came out equal is used.
+the product. Long prompts want the opposite: many rows a product; and one or two decode rows alone would rather not be
+padded to 8. Many kernels give a wide product the same bits as its blocks of 16, and one of 2 or 4 rows those of a tile
+(a single row is another matter: a vector's product adds up in another order). Whether this machine's do is measured
+when the model loads, for each shape and each number of rows that will be used; only what came out equal is used.
 
 Panels are also what threads share out (`Crew`): a product is the same whoever computes it, so their number never shows
 in the bits, and threads that wait sleep, while BLAS threads spin and stand in the way of whatever else runs.
@@ -18,6 +19,7 @@ in the bits, and threads that wait sleep, while BLAS threads spin and stand in t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,6 +33,8 @@ TILE = 8
 BLOCK = 16
 #: Row counts tried as one product of a prompt's rows, the largest first.
 WIDE_ROWS = (256, 128, 64, 32)
+#: Row counts tried as the last product of decode rows, where there are too few for a tile.
+PARTIAL_ROWS = (2, 4)
 
 
 def padded(rows: int, unit: int) -> int:
@@ -38,13 +42,21 @@ def padded(rows: int, unit: int) -> int:
     return -(-rows // unit) * unit
 
 
+def decode_padded(rows: int, partial: tuple[int, ...]) -> int:
+    """The number of decode rows with padding: whole tiles, and the least of `partial` that holds the rest."""
+    whole, rest = divmod(rows, TILE)
+    return whole * TILE + (min(size for size in (*partial, TILE) if size >= rest) if rest else 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """What this machine's kernels do with one shape: whether a decode row's bits are its own whatever its place; which
-    wide row counts give the bits of blocks; and a hash of the bits, which tells kernels apart."""
+    wide row counts give the bits of blocks, and which partial ones those of tiles; and a hash of the bits, which tells
+    kernels apart."""
 
     rows_independent: bool
     wide: tuple[int, ...]
+    partial: tuple[int, ...]
     bits: str
 
 
@@ -85,10 +97,14 @@ class ExactLinear:
         self._wide = wide
 
     def __call__(self, x: Floats, *, decode_rows: int) -> Floats:
-        """x (R, inputs) -> (R, outputs): first `decode_rows`, a multiple of 8, then a multiple of 16 of prompt rows."""
+        """x (R, inputs) -> (R, outputs): first `decode_rows`, as many as `decode_padded` says, then a multiple of 16 of
+        prompt rows."""
         y = np.empty((len(x), self._outputs), np.float32)
-        if decode_rows:
-            _by_tiles(self._crew, x[:decode_rows], self._panels, y[:decode_rows], TILE)
+        tiled = decode_rows - decode_rows % TILE
+        if tiled:
+            _by_tiles(self._crew, x[:tiled], self._panels, y[:tiled], TILE)
+        if tiled < decode_rows:
+            _at_once(self._crew, x[tiled:decode_rows], self._panels, y[tiled:decode_rows])
         start = decode_rows
         for size in self._wide:
             while len(x) - start >= size:
@@ -114,6 +130,20 @@ class FastLinear:
         y = np.empty((len(x), self._outputs), np.float32)
         _at_once(self._crew, x, self._panels, y)
         return y
+
+
+Linear = ExactLinear | FastLinear
+
+
+def linear_maker(
+    crew: Crew, by_shape: Mapping[tuple[int, ...], Measurement], *, exact: bool
+) -> Callable[[Floats], Linear]:
+    """Makes linear maps of panels; `by_shape`: what was measured with their shapes."""
+
+    def make(panels: Floats) -> Linear:
+        return ExactLinear(panels, crew, wide=by_shape[panels.shape].wide) if exact else FastLinear(panels, crew)
+
+    return make
 
 
 def _by_tiles(crew: Crew, x: Floats, panels: Floats, y: Floats, rows: int) -> None:
@@ -146,8 +176,17 @@ def measure(panels: Floats, crew: Crew, *, limit: int = WIDE_ROWS[0]) -> Measure
             wide.append(size)
     tiles = np.empty_like(blocks[: 2 * TILE])
     _by_tiles(crew, x[: 2 * TILE], panels, tiles, TILE)
+    partial = tuple(size for size in PARTIAL_ROWS if _is_same_by(size, crew, x[: 2 * TILE], panels, tiles))
     bits = hashlib.sha256(tiles.tobytes() + blocks[:BLOCK].tobytes()).hexdigest()
-    return Measurement(_rows_independent(crew, x[: 2 * TILE], panels, tiles), tuple(wide), bits)
+    return Measurement(_rows_independent(crew, x[: 2 * TILE], panels, tiles), tuple(wide), partial, bits)
+
+
+def _is_same_by(rows: int, crew: Crew, x: Floats, panels: Floats, expected: Floats) -> bool:
+    """Whether products of so many rows give what tiles give."""
+    attempt = np.empty_like(expected)
+    for start in range(0, len(x), rows):
+        _at_once(crew, x[start : start + rows], panels, attempt[start : start + rows])
+    return np.array_equal(attempt, expected)
 
 
 def _rows_independent(crew: Crew, x: Floats, panels: Floats, expected: Floats) -> bool:

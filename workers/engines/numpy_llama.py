@@ -3,8 +3,8 @@
 A session's results depend on its tokens and their positions only: not on which sessions share the step, not on their
 order, not on how the prompt was cut. Three rules make that true.
 
-* Linear maps run in tiles of 8 decode rows and blocks of 16 prompt rows (`exact_linear`). Everything else that spans a
-  batch works element by element or sums along one row.
+* Linear maps run in tiles of 8 decode rows, or in what gives the same bits, and in blocks of 16 prompt rows
+  (`exact_linear`). Everything else that spans a batch works element by element or sums along one row.
 * Attention multiplies with whole pages of KV, which all have the same shape (`paged_attention`).
 * A prompt runs in blocks on the absolute grid: block j holds positions 16j .. 16j + 15, whatever chunk it came in. A
   block cut short by the prompt's end is padded; one cut to a single token is computed as a decode row, because a chunk
@@ -16,8 +16,8 @@ bits that computing it would give.
 A generated token's KV is that of a decode row; prefilling it instead gives slightly other bits. So a takeover prefills
 the original prompt and replays logged tokens as decode rows, and `recompute_exact` is False.
 
-With `exact` off the first rule is given up: all rows of a step are one product, and one row alone is not padded to a
-tile. That is faster for a single session, and `batch_invariant` is False.
+With `exact` off the first rule is given up: all rows of a step are one product, and none are padded to a tile. That may
+be faster for a single session, and `batch_invariant` is False.
 """
 
 from __future__ import annotations
@@ -41,7 +41,17 @@ from tasks.ports import (
     TokenIds,
 )
 from tasks.vocabulary import Vocabulary
-from workers.engines.exact_linear import BLOCK, TILE, Crew, ExactLinear, FastLinear, Measurement, measure, padded
+from workers.engines.exact_linear import (
+    BLOCK,
+    TILE,
+    Crew,
+    Linear,
+    Measurement,
+    decode_padded,
+    linear_maker,
+    measure,
+    padded,
+)
 from workers.engines.llama_weights import Floats, LayerWeights, LlamaConfig, LlamaWeights
 from workers.engines.paged_attention import (
     KV_PAGE,
@@ -66,19 +76,15 @@ _MAX_SESSIONS = 256
 _KV_BYTES = 64 * 2**20
 
 
-#: Makes a linear map of its matrix in panels.
-_MakeLinear = Callable[[Floats], ExactLinear | FastLinear]
-
-
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    qkv: ExactLinear | FastLinear
-    output: ExactLinear | FastLinear
-    gate_up: ExactLinear | FastLinear
-    down: ExactLinear | FastLinear
+    qkv: Linear
+    output: Linear
+    gate_up: Linear
+    down: Linear
 
     @classmethod
-    def of(cls, weights: LayerWeights, linear: _MakeLinear) -> _Layer:
+    def of(cls, weights: LayerWeights, linear: Callable[[Floats], Linear]) -> _Layer:
         return cls(*map(linear, (weights.qkv, weights.output, weights.gate_up, weights.down)))
 
 
@@ -143,14 +149,14 @@ class _Plan:
     blocks: list[BlockSpan]
 
     @classmethod
-    def of(cls, parts: Iterable[_Part], config: LlamaConfig, tile: int) -> _Plan:
-        """Gives every run its rows; `tile`: what decode rows are padded to."""
+    def of(cls, parts: Iterable[_Part], config: LlamaConfig, partial: tuple[int, ...]) -> _Plan:
+        """Gives every run its rows; `partial`: what decode rows may be padded to instead of a tile."""
         runs = [(part.prompt, part.token) for part in parts]
         decodes = [token for _, token in runs if token]
         prompts = [prompt for prompt, _ in runs if prompt]
         for row, run in enumerate(decodes):
             run.row = row
-        decode_rows = rows = padded(len(decodes), tile)
+        decode_rows = rows = decode_padded(len(decodes), partial)
         blocks: list[BlockSpan] = []
         for run in prompts:
             run.row = rows
@@ -195,13 +201,15 @@ class NumpyLlama:
         self._weights: LlamaWeights | None = weights
         self._crew = Crew(threads)
         self._kv = PagedKV(config, kv_bytes)
-        by_shape, of_head = _measured(weights, self._crew)
+        by_shape = _measured(weights, self._crew)
         attention = measure_attention(config)
-        linear = _linear(self._crew, by_shape, exact=exact)
-        self._tile = TILE if exact else 1
+        linear = linear_maker(self._crew, by_shape, exact=exact)
         self._layers = tuple(_Layer.of(layer, linear) for layer in weights.layers)
-        self._head: ExactLinear | FastLinear | None = linear(weights.head)
-        measurements = (*by_shape.values(), of_head, attention)
+        self._head: Linear | None = linear(weights.head)
+        measurements = (*by_shape.values(), attention)
+        self._partial = tuple(
+            rows for rows in range(1, TILE) if not exact or all(rows in each.partial for each in by_shape.values())
+        )
         self._invariant = exact and all(measurement.rows_independent for measurement in measurements)
         policy = NUMERIC_POLICY if exact else _FAST_POLICY
         self._fingerprint = _fingerprint(weights, vocabulary, measurements, policy)
@@ -330,7 +338,7 @@ class NumpyLlama:
         return None
 
     def _run(self, batch: Sequence[Member], parts: dict[int, _Part], results: list[StepResult | None]) -> None:
-        plan = _Plan.of(parts.values(), self._config, self._tile)
+        plan = _Plan.of(parts.values(), self._config, self._partial)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             x = self._forward(plan)
             sick = set() if np.isfinite(x).all() else self._sick(parts, x)
@@ -400,7 +408,7 @@ class NumpyLlama:
         assert weights is not None and head is not None
         if not last_rows:
             return []
-        chosen = np.zeros((padded(len(last_rows), self._tile), self._config.width), np.float32)
+        chosen = np.zeros((decode_padded(len(last_rows), self._partial), self._config.width), np.float32)
         chosen[: len(last_rows)] = x[list(last_rows)]
         logits = head(self._normalised(chosen) * weights.final_norm, decode_rows=len(chosen))  # (R, V)
         return list(logits[: len(last_rows)])
@@ -446,27 +454,17 @@ def _rotations(config: LlamaConfig) -> tuple[Floats, Floats]:
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def _measured(weights: LlamaWeights, crew: Crew) -> tuple[dict[tuple[int, ...], Measurement], Measurement]:
-    """What this machine does with each shape of the layers' maps, and with the head."""
+def _measured(weights: LlamaWeights, crew: Crew) -> dict[tuple[int, ...], Measurement]:
+    """What this machine does with each shape of the layers' maps, and with the head's."""
     by_shape: dict[tuple[int, ...], Measurement] = {}
     for layer in weights.layers:
         for weight in (layer.qkv, layer.output, layer.gate_up, layer.down):
             if weight.shape not in by_shape:
                 by_shape[weight.shape] = measure(weight, crew)
-    # The head sees last rows only, in tiles: no wide products to measure.
-    return by_shape, measure(weights.head, crew, limit=0)
-
-
-def _linear(crew: Crew, by_shape: Mapping[tuple[int, ...], Measurement], *, exact: bool) -> _MakeLinear:
-    """Maps of shapes that were not measured with wide products, as the head's, have none."""
-
-    def make(panels: Floats) -> ExactLinear | FastLinear:
-        if not exact:
-            return FastLinear(panels, crew)
-        measured = by_shape.get(panels.shape)
-        return ExactLinear(panels, crew, wide=measured.wide if measured else ())
-
-    return make
+    if weights.head.shape not in by_shape:
+        # The head sees last rows only, in tiles: no wide products to measure.
+        by_shape[weights.head.shape] = measure(weights.head, crew, limit=0)
+    return by_shape
 
 
 def _fingerprint(
