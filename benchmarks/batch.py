@@ -27,7 +27,7 @@ from benchmarks import batch_engines, batch_http, batch_plot, report
 
 PARTS = ("engines", "http")
 #: Requests of each client, by number of clients: each measurement lasts some seconds.
-REQUESTS = {1: 6, 8: 2, 16: 2}
+REQUESTS = {1: 4, 8: 2, 16: 2}
 
 
 def lines(samples: Mapping[str, Sequence[report.Sample]]) -> dict[str, list[tuple[int, float]]]:
