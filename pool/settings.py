@@ -215,6 +215,11 @@ class ModelSettings(Section):
         description="Which KV later prompts of the same tenant begin with. `exact`: only what gives the same bits as "
         "computing it. `all`: that of generated tokens, too. `off`: none.",
     )
+    exact: bool = Field(
+        default=True,
+        description="`numpy`: a generation's tokens do not depend on what else is in the batch, to the bit. `false`: "
+        "plain products, a little faster for few generations; promises of the same bytes do not hold then.",
+    )
     scratch_bytes_per_session: int = Field(
         default=2**20, gt=0, description="Bytes of working memory counted for each active generation."
     )
