@@ -51,6 +51,7 @@ SHIPPED_MODELS: Mapping[str, Mapping[str, Any]] = {
         "backend": "numpy",
         "source": "smollm2-135m-instruct",
         "target_inflight": 8,
+        "weight_bytes": 538_060_032,
         "kv_budget_bytes": 2 * 2**30,
         "scratch_budget_bytes": 64 * 2**20,
         "max_active_sessions": 64,
@@ -64,6 +65,7 @@ SHIPPED_MODELS: Mapping[str, Mapping[str, Any]] = {
         "enabled": False,
         "target_inflight": 8,
         "kept_prefixes": 4,
+        "weight_bytes": 91_726_912,
         "kv_budget_bytes": 2**30,
     },
 }

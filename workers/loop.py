@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,8 +265,9 @@ class BatchingLoop:
         """Raises IntegrityError when books contradict each other. For the engine's thread."""
         self._scheduler.check_integrity()
 
-    def run_to_completion(self) -> list[Event]:
-        """Tick until all that was submitted has ended; for a loop without a thread. Returns the events.
+    def run_to_completion(self, after_tick: Callable[[Sequence[Event]], None] | None = None) -> list[Event]:
+        """Tick until all that was submitted has ended; for a loop without a thread. Returns the events. `after_tick`
+        sees each tick's, and may cancel.
 
         Raises RuntimeError, with the number of sessions that are pending, after more ticks than it can honestly take.
         """
@@ -279,5 +280,8 @@ class BatchingLoop:
             if not self._in_flight:
                 self.check_integrity()
                 return events
-            events += self.tick().events
+            told = self.tick().events
+            events += told
+            if after_tick is not None:
+                after_tick(told)
         raise RuntimeError(f"{self._in_flight} sessions are still pending after {guard} ticks")

@@ -208,6 +208,32 @@ def test_moving_does_not_show(small: LlamaCpp) -> None:
         small.release("a", 0)
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_what_a_session_cuts_off_in_its_slot_is_found_again(
+    small: LlamaCpp, monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    """A session that takes over the beginning of another's KV leaves that one's rest elsewhere, to the last bit. Where
+    llama.cpp cannot copy it, it is not promised either, and the session that runs loses nothing."""
+    common, scope = some_tokens(small, 64, seed=1), new_scope()
+    first, second = (np.append(common, some_tokens(small, 64, seed=seed)) for seed in (2, 3))
+    turn = np.append(first, some_tokens(small, 20, seed=4))
+    expected = {}
+    for name, prompt in (("second", second), ("turn", turn)):
+        expected[name] = prefill(small, name, prompt)
+        small.release(name, 0)
+    prefill(small, "first", first, scope=scope)
+    small.release("first", 0)
+    with monkeypatch.context() as failing:
+        if not copies:
+            failing.setattr(small._context, "copy", lambda _source, target: not small._context.cut(target, 0))
+        assert begin(small, "second", second, scope=scope) == 64
+    assert same_bits([feed(small, "second", second, 64)], [expected["second"]])
+    small.check_integrity()
+    held = begin(small, "turn", turn, scope=scope)
+    assert held == (128 if copies else 64)
+    assert same_bits([feed(small, "turn", turn, held)], [expected["turn"]])
+
+
 def test_prompts_longer_than_a_batch_come_in_several(small_path: Path) -> None:
     """The library would end the process at more rows than it was told to expect."""
     engine = load_llama(small_path, slots=4, slot_tokens=1536, bytes_per_token=BYTES_PER_TOKEN)

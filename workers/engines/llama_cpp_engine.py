@@ -276,6 +276,8 @@ class LlamaCpp:
         """Do what the books decided. Returns how many positions the session begins with: none, where copying failed."""
         for swap in placement.swaps:
             self._swap(swap)
+        if placement.spare is not None and not self._context.copy(placement.slot, placement.spare):
+            self._lose(placement.spare)
         copied = placement.source is None or self._context.copy(placement.source, placement.slot)
         held = placement.held if copied else 0
         if not self._context.cut(placement.slot, held):

@@ -3,8 +3,8 @@
 A session's results depend on its tokens and their positions only: not on which sessions share the step, not on their
 order, not on how the prompt was cut. Three rules make that true.
 
-* Linear maps run in tiles of 8 decode rows, or in what gives the same bits, and in blocks of 16 prompt rows
-  (`exact_linear`). Everything else that spans a batch works element by element or sums along one row.
+* Linear maps run in tiles of decode rows and blocks of 16 prompt rows (`exact_linear`). Everything else that spans a
+  batch works element by element or sums along one row.
 * Attention multiplies with whole pages of KV, which all have the same shape (`paged_attention`).
 * A prompt runs in blocks on the absolute grid: block j holds positions 16j .. 16j + 15, whatever chunk it came in. A
   block cut short by the prompt's end is padded; one cut to a single token is computed as a decode row, because a chunk
@@ -16,8 +16,7 @@ bits that computing it would give.
 A generated token's KV is that of a decode row; prefilling it instead gives slightly other bits. So a takeover prefills
 the original prompt and replays logged tokens as decode rows, and `recompute_exact` is False.
 
-With `exact` off the first rule is given up: all rows of a step are one product, and none are padded to a tile. That may
-be faster for a single session, and `batch_invariant` is False.
+With `exact=False` linear maps are single products of all rows instead, and none of this is promised.
 """
 
 from __future__ import annotations
@@ -41,17 +40,8 @@ from tasks.ports import (
     TokenIds,
 )
 from tasks.vocabulary import Vocabulary
-from workers.engines.exact_linear import (
-    BLOCK,
-    TILE,
-    Crew,
-    Linear,
-    Measurement,
-    decode_padded,
-    linear_maker,
-    measure,
-    padded,
-)
+from workers.engines.arithmetic import Arithmetic
+from workers.engines.exact_linear import BLOCK, Crew, Linear, Measurement, padded
 from workers.engines.llama_weights import Floats, LayerWeights, LlamaConfig, LlamaWeights
 from workers.engines.paged_attention import (
     KV_PAGE,
@@ -66,9 +56,6 @@ from workers.engines.paged_attention import (
 from workers.engines.paged_kv import PagedKV, PagedSession, position_bytes
 
 PREFILL_GRID = BLOCK
-#: Raised whenever a change of code changes bits.
-NUMERIC_POLICY = "float32;panels;tile8;block16;page64;ones-column-softmax;2"
-_FAST_POLICY = "float32;panels;at-once;page64;ones-column-softmax;1"
 
 _MAX_SESSIONS = 256
 
@@ -138,7 +125,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Where everything is in a step's rows: decode rows, padded to tiles, then prompt blocks. `tokens`, `blocks`: the
+    """Where everything is in a step's rows: decode rows with their padding, then prompt blocks. `tokens`, `blocks`: the
     pages that they attend to."""
 
     decodes: list[_Run]
@@ -149,14 +136,14 @@ class _Plan:
     blocks: list[BlockSpan]
 
     @classmethod
-    def of(cls, parts: Iterable[_Part], config: LlamaConfig, partial: tuple[int, ...]) -> _Plan:
-        """Gives every run its rows; `partial`: what decode rows may be padded to instead of a tile."""
+    def of(cls, parts: Iterable[_Part], config: LlamaConfig, padding: Callable[[int], int]) -> _Plan:
+        """Gives every run its rows."""
         runs = [(part.prompt, part.token) for part in parts]
         decodes = [token for _, token in runs if token]
         prompts = [prompt for prompt, _ in runs if prompt]
         for row, run in enumerate(decodes):
             run.row = row
-        decode_rows = rows = decode_padded(len(decodes), partial)
+        decode_rows = rows = padding(len(decodes))
         blocks: list[BlockSpan] = []
         for run in prompts:
             run.row = rows
@@ -201,18 +188,13 @@ class NumpyLlama:
         self._weights: LlamaWeights | None = weights
         self._crew = Crew(threads)
         self._kv = PagedKV(config, kv_bytes)
-        by_shape = _measured(weights, self._crew)
+        arithmetic = Arithmetic.exact(weights, self._crew) if exact else Arithmetic.plain(self._crew)
         attention = measure_attention(config)
-        linear = linear_maker(self._crew, by_shape, exact=exact)
-        self._layers = tuple(_Layer.of(layer, linear) for layer in weights.layers)
-        self._head: Linear | None = linear(weights.head)
-        measurements = (*by_shape.values(), attention)
-        self._partial = tuple(
-            rows for rows in range(1, TILE) if not exact or all(rows in each.partial for each in by_shape.values())
-        )
-        self._invariant = exact and all(measurement.rows_independent for measurement in measurements)
-        policy = NUMERIC_POLICY if exact else _FAST_POLICY
-        self._fingerprint = _fingerprint(weights, vocabulary, measurements, policy)
+        self._layers = tuple(_Layer.of(layer, arithmetic.linear) for layer in weights.layers)
+        self._head: Linear | None = arithmetic.linear(weights.head)
+        self._padding = arithmetic.padding
+        self._invariant = arithmetic.invariant and attention.rows_independent
+        self._fingerprint = _fingerprint(weights, vocabulary, arithmetic.policy, (*arithmetic.kernels, attention))
         self._cos, self._sin = _rotations(config)
 
     @property
@@ -338,7 +320,7 @@ class NumpyLlama:
         return None
 
     def _run(self, batch: Sequence[Member], parts: dict[int, _Part], results: list[StepResult | None]) -> None:
-        plan = _Plan.of(parts.values(), self._config, self._partial)
+        plan = _Plan.of(parts.values(), self._config, self._padding)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             x = self._forward(plan)
             sick = set() if np.isfinite(x).all() else self._sick(parts, x)
@@ -408,7 +390,7 @@ class NumpyLlama:
         assert weights is not None and head is not None
         if not last_rows:
             return []
-        chosen = np.zeros((decode_padded(len(last_rows), self._partial), self._config.width), np.float32)
+        chosen = np.zeros((self._padding(len(last_rows)), self._config.width), np.float32)
         chosen[: len(last_rows)] = x[list(last_rows)]
         logits = head(self._normalised(chosen) * weights.final_norm, decode_rows=len(chosen))  # (R, V)
         return list(logits[: len(last_rows)])
@@ -454,21 +436,8 @@ def _rotations(config: LlamaConfig) -> tuple[Floats, Floats]:
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def _measured(weights: LlamaWeights, crew: Crew) -> dict[tuple[int, ...], Measurement]:
-    """What this machine does with each shape of the layers' maps, and with the head's."""
-    by_shape: dict[tuple[int, ...], Measurement] = {}
-    for layer in weights.layers:
-        for weight in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            if weight.shape not in by_shape:
-                by_shape[weight.shape] = measure(weight, crew)
-    if weights.head.shape not in by_shape:
-        # The head sees last rows only, in tiles: no wide products to measure.
-        by_shape[weights.head.shape] = measure(weights.head, crew, limit=0)
-    return by_shape
-
-
 def _fingerprint(
-    weights: LlamaWeights, vocabulary: Vocabulary, measurements: Iterable[Measurement], policy: str
+    weights: LlamaWeights, vocabulary: Vocabulary, policy: str, measurements: Iterable[Measurement]
 ) -> str:
     """SHA-256 (hex) of everything that decides an engine's bits. The kernels are known by the bits they made."""
     build = np.show_config(mode="dicts")
