@@ -366,7 +366,8 @@ class Scheduler:
 
     def _advance(self, session: Session, member: Member, result: StepLogits, now_s: float) -> None:
         session.held += len(member.tokens)
-        session.misses = 0
+        if session.held > session.furthest:
+            session.furthest, session.misses = session.held, 0
         if session.phase is Phase.PREFILLING:
             self._telemetry.prefilled(len(member.tokens), now_s)
         if member.wants_logits and not self._draw(session, result, now_s):

@@ -53,7 +53,8 @@ class Session:
     queued: bool = False
     #: How often others passed it at the head of the queue.
     passed: int = 0
-    #: Steps in a row that found its KV gone.
+    #: The most positions it has held, and how many steps have found its KV gone since it got that far.
+    furthest: int = 0
     misses: int = 0
     last_token_s: float | None = None
     output: list[int] = field(default_factory=list)

@@ -16,8 +16,8 @@ T = TypeVar("T")
 MAX_PASSES = 16
 #: How far behind such a head one looks for sessions that may pass it.
 LOOK_BEHIND = 32
-#: Steps in a row in which a session may find its KV gone before it is given up.
-MAX_MISSES = 8
+#: How often a session may find its KV gone, without having got any further, before it is given up.
+MAX_MISSES = 32
 
 
 # -- promotion --------------------------------------------------------------------------------------------------------

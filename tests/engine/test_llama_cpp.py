@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from tasks.ports import CacheMiss, Logits, Member, MemberError, StepLogits
+from tasks.ports import CacheMiss, Failed, Logits, Member, MemberError, StepLogits
 from tests.engine.conftest import load_llama, load_small
 from tests.engine.driving import begin, decode, feed, ids, new_scope, prefill, row_of, same_bits, some_tokens
 from tests.engine.gguf_writing import write_gguf
+from tests.engine.looping import generation, looped, run, tokens_of, undisturbed
 from tests.engine.small_model import BYTES_PER_TOKEN, METADATA, VOCABULARY, small_tensors, write_small_model
 from workers.engines.llama_cpp_context import ContextOptions, LlamaContext, Row
 from workers.engines.llama_cpp_engine import LlamaCpp
@@ -324,15 +325,21 @@ def test_a_prompt_that_fails_in_its_middle_leaves_nothing(small_path: Path) -> N
     engine.close()
 
 
-def test_overflowing_numbers_end_with_their_session(tmp_path: Path) -> None:
-    """A token whose values overflow fails its member by name; nothing of it reaches who has its slot afterwards."""
+@pytest.fixture
+def overflowing_path(tmp_path: Path) -> Path:
+    """A model that overflows at token 7."""
     tensors = small_tensors()
     tensors["token_embd.weight"][:, 0] = 0
     tensors["token_embd.weight"][7, 0] = 100
     tensors["blk.0.attn_v.weight"][0, 0] = 1e8
     path = tmp_path / "model.gguf"
     write_gguf(path, metadata=METADATA, tensors=tensors, vocabulary=VOCABULARY)
-    engine = load_small(path, slots=2, kept_prefixes=0, target_inflight=2)
+    return path
+
+
+def test_overflowing_numbers_end_with_their_session(overflowing_path: Path) -> None:
+    """A token whose values overflow fails its member by name; nothing of it reaches who has its slot afterwards."""
+    engine = load_small(overflowing_path, slots=2, kept_prefixes=0, target_inflight=2)
     prompt, sick = some_tokens(engine, 100, seed=1), some_tokens(engine, 80, seed=2)
     expected = prefill(engine, "a", prompt)
     engine.release("a", 0)
@@ -346,6 +353,27 @@ def test_overflowing_numbers_end_with_their_session(tmp_path: Path) -> None:
     engine.check_integrity()
     for session in ("c", "d"):
         assert same_bits([prefill(engine, session, prompt)], [expected])
+    engine.close()
+
+
+@pytest.mark.parametrize("overflows_at", [3, 178])
+def test_overflowing_numbers_end_one_job(overflowing_path: Path, overflows_at: int) -> None:
+    """Beside it one decodes and one begins; what was wiped of theirs is computed again, once."""
+    engine = load_small(overflowing_path, slots=3, kept_prefixes=0, target_inflight=3)
+    prompts = {name: some_tokens(engine, count, seed=count) for name, count in (("a", 40), ("sick", 180), ("b", 100))}
+    prompts["sick"][overflows_at] = 7
+    given = {name: generation(name, prompt, max_tokens=12) for name, prompt in prompts.items()}
+    alone = {name: undisturbed(engine, given[name])[0] for name in ("a", "b")}
+    loop = looped(engine)
+    loop.submit(given["a"])
+    events = [*loop.tick().events, *loop.tick().events]
+    loop.submit(given["sick"])
+    loop.submit(given["b"])
+    events += run(loop)
+    (failure,) = [event for event in events if isinstance(event, Failed)]
+    assert (failure.job, failure.message) == ("sick", "the model's numbers overflowed")
+    assert {name: tokens_of(events, name) for name in alone} == alone
+    assert loop.telemetry()["cache_misses_total"] <= 2
     engine.close()
 
 

@@ -150,7 +150,8 @@ def test_over_commit_needs_an_engine_whose_sessions_can_come_back() -> None:
 
 
 class Forgetful(BlockEngine):
-    """Saving raises, or what was saved can never be restored, or a session's KV is lost in every step."""
+    """Saving raises, or what was saved can never be restored, or a session's KV is lost in every step, or in every one
+    but its first."""
 
     fault = ""
 
@@ -163,8 +164,9 @@ class Forgetful(BlockEngine):
         return self.fault != "restore" and super().restore(session, epoch, blob, prompt, positions, scope)
 
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
-        if self.fault == "lose":
-            return [CacheMiss() for _ in batch]
+        if self.fault == "lose" or (self.fault == "lose later" and batch[0].start):
+            for member in batch:
+                self.release(member.session, member.epoch)
         return super().step(batch)
 
 
@@ -182,12 +184,13 @@ def test_a_live_session_is_never_lost(fault: str) -> None:
     assert loop.telemetry()["preempted_total"] > 0
 
 
-def test_kv_that_is_lost_again_and_again_fails_the_job_by_name() -> None:
-    """A bounded number of steps, not for ever."""
-    engine = Forgetful()
-    engine.fault = "lose"
+@pytest.mark.parametrize("fault", ["lose", "lose later"])
+def test_kv_that_is_lost_again_and_again_fails_the_job_by_name(fault: str) -> None:
+    """A bounded number of steps, not for ever, also when some of them get on, but never further than before."""
+    engine = Forgetful(prefix_share=False)
+    engine.fault = fault
     loop = looped(engine)
-    loop.submit(generation())
+    loop.submit(generation(prompt=words(80)))
     (failure,) = run(loop)
     assert isinstance(failure, Failed)
     assert (failure.code, failure.message) == ("engine_error", "The engine keeps losing its KV.")

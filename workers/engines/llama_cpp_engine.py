@@ -360,16 +360,17 @@ class LlamaCpp:
 
     def _run(self, parts: Sequence[_Part], results: list[StepResult | None]) -> None:
         """Pieces of prompts first, then all single tokens in one batch."""
-        # Moving slots may have lost one.
-        here = [part for part in parts if part.key in self._sessions]
-        done = [part for part in here if part.cut == part.start or self._prefill(part, results)]
+        # Moving slots may have lost one, and a piece whose numbers overflowed all that come after it.
+        done = [part for part in parts if self._is_here(part) and self._prefill(part, results)]
         # By slot: llama.cpp computes rows together whose slots follow each other.
-        singles = sorted((part for part in done if part.cut < part.end), key=self._slot)
+        singles = sorted((part for part in done if part.cut < part.end and self._is_here(part)), key=self._slot)
         if singles:
             self._decode(singles, results)
 
     def _prefill(self, part: _Part, results: list[StepResult | None]) -> bool:
-        """Compute the part's piece of a prompt, in batches that end on the grid. False: it failed."""
+        """Compute the part's piece of a prompt, if it has one, in batches that end on the grid. False: it failed."""
+        if part.cut == part.start:
+            return True
         slot, limit = self._slot(part), self._context.batch_rows // PREFILL_GRID * PREFILL_GRID
         rows: list[Logits] = []
         try:
@@ -392,7 +393,7 @@ class LlamaCpp:
                 return
             log.error("a batch of %d failed: %s", len(parts), error)
             for part in parts:
-                if self._cut_back(part, part.cut):
+                if self._is_here(part) and self._cut_back(part, part.cut):
                     self._decode([part], results)
             return
         for part in parts:
@@ -428,6 +429,9 @@ class LlamaCpp:
         self._context.cut(slot, 0)
         self._lose(slot)
         return False
+
+    def _is_here(self, part: _Part) -> bool:
+        return part.key in self._sessions
 
     def _slot(self, part: _Part) -> int:
         return self._pool.slot(part.key)
