@@ -6,12 +6,13 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from tasks.ports import CacheMiss, Failed, Logits, Member, MemberError, StepLogits
+from tasks.ports import CacheMiss, Failed, Logits, Member, MemberError, StepLogits, StepResult
 from tests.engine.conftest import load_llama, load_small
 from tests.engine.driving import begin, decode, feed, ids, new_scope, prefill, row_of, same_bits, some_tokens
 from tests.engine.gguf_writing import write_gguf
@@ -323,6 +324,40 @@ def test_a_prompt_that_fails_in_its_middle_leaves_nothing(small_path: Path) -> N
     engine.check_integrity()
     assert same_bits([feed(engine, "b", prompt, 0)], [expected])
     engine.close()
+
+
+@pytest.mark.parametrize(("fails", "result"), [("swap", CacheMiss), ("memory", StepLogits)])
+def test_a_slot_that_cannot_be_moved_is_a_cache_miss(
+    small: LlamaCpp, monkeypatch: pytest.MonkeyPatch, fails: str, result: type[StepResult]
+) -> None:
+    """What was kept in the new session's way is lost. Where the session's slot is lost with it, it begins again."""
+    prompt, other, scope = some_tokens(small, 40, seed=1), some_tokens(small, 40, seed=2), new_scope()
+    expected = prefill(small, "b", prompt)
+    small.release("b", 0)
+    prefill(small, "a", other, scope=scope)
+    small.release("a", 0)
+    with monkeypatch.context() as failing:
+        if fails == "swap":
+            failing.setattr(small._context, "swap", lambda *slots: tuple(not small._context.cut(s, 0) for s in slots))
+        else:
+            failing.setattr(small._context, "_bytes", np.empty(0, np.uint8))
+            failing.setattr("workers.engines.llama_cpp_context.np", _WithoutMemory())
+        assert begin(small, "b", prompt) == 0
+    assert isinstance(small.step([Member("b", 0, prompt, 0)])[0], result)
+    assert small.resident(other, scope) == 0
+    small.check_integrity()
+    small.release("b", 0)
+    assert same_bits([prefill(small, "b", prompt)], [expected])
+
+
+class _WithoutMemory:
+    """numpy where there is no memory left."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def empty(self, *_args: Any) -> Any:
+        raise MemoryError
 
 
 @pytest.fixture

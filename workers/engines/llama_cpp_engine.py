@@ -177,9 +177,9 @@ class LlamaCpp:
         placement = self._pool.begin(key, prompt, positions, scope)
         if placement is None:
             return None
-        held = self._place(key, placement)
-        self._sessions[key] = _Session(prompt.copy(), positions, held, held)
-        return held
+        known = self._sessions[key] = _Session(prompt.copy(), positions, 0, 0)
+        known.length = known.prefilled = self._place(key, placement)
+        return known.length
 
     def extend(self, session: str, epoch: int, positions: int) -> bool:
         """See `tasks.ports.Engine.extend`. Every slot has room for the longest session."""
@@ -220,6 +220,8 @@ class LlamaCpp:
         if known is None or known.length == 0 or self._context.closed:
             return None
         state = self._context.state(self._pool.slot((session, epoch)))
+        if not state:
+            return None
         head = {"fingerprint": self._fingerprint, "length": known.length, "prefilled": known.prefilled}
         header = json.dumps(head).encode()
         return b"".join((_MAGIC, _LENGTHS.pack(len(header), len(state), zlib.crc32(state)), header, state))
@@ -237,14 +239,16 @@ class LlamaCpp:
         placement = self._pool.begin(key, prompt[:0], positions, scope)
         if placement is None:
             return False
-        self._place(key, placement)
-        slot = self._pool.slot(key)
-        if not self._context.set_state(slot, state) or self._context.held(slot) != length:
-            self._pool.empty(slot)
-            self._context.cut(slot, 0)
-            return False
         findable = min(prefilled, length, len(prompt))
         self._sessions[key] = _Session(prompt.copy(), positions, length, findable)
+        self._place(key, placement)
+        if key not in self._sessions:
+            return False
+        slot = self._pool.slot(key)
+        if not self._context.set_state(slot, state) or self._context.held(slot) != length:
+            self._lose(slot)
+            self._context.cut(slot, 0)
+            return False
         self._pool.learn(key, prompt, findable)
         return True
 
@@ -273,9 +277,12 @@ class LlamaCpp:
         self._forget_all()
 
     def _place(self, key: Key, placement: Placement) -> int:
-        """Do what the books decided. Returns how many positions the session begins with: none, where copying failed."""
+        """Do what the books decided. Returns how many positions the session begins with: none, where copying failed.
+        One whose slot was lost is no session then."""
         for swap in placement.swaps:
             self._swap(swap)
+        if key not in self._sessions:
+            return 0
         if placement.spare is not None and not self._context.copy(placement.slot, placement.spare):
             self._lose(placement.spare)
         copied = placement.source is None or self._context.copy(placement.source, placement.slot)
