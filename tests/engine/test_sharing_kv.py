@@ -14,7 +14,7 @@ import pytest
 from pool.errors import ConfigurationError
 from pool.rules.batching import MAX_MISSES, MAX_PASSES
 from pool.rules.kv_blocks import IntegrityError
-from tasks.ports import CacheMiss, Event, Failed, Finished, Generation, Member, StepResult, TokenIds
+from tasks.ports import Event, Failed, Finished, Generation, Member, StepResult, TokenIds
 from tests.engine.looping import SEEDED, finished, generation, looped, run, tokens_of, undisturbed
 from tests.scripted.blocks import BlockEngine
 from workers.loop import BatchingLoop
@@ -283,6 +283,14 @@ def test_what_a_holder_keeps_is_given_up_only_for_one_that_could_never_run() -> 
     assert loop.telemetry()["kv_pinned_bytes"] == 0
 
 
+def test_nothing_is_kept_for_a_holder_that_could_not_find_it() -> None:
+    """Where nobody begins with anything."""
+    loop = looped(BlockEngine(), reuse="off")
+    loop.submit(generation("a", words(100), max_tokens=2, holder="program"))
+    run(loop)
+    assert loop.telemetry()["kv_pinned_bytes"] == 0
+
+
 def test_a_job_that_stops_at_fault_keeps_nothing() -> None:
     """What a failed session holds is not trusted; what a cancelled one prefilled is as good as any."""
     loop = looped(BlockEngine())
@@ -308,7 +316,9 @@ class Raising(BlockEngine):
 
     def begin(self, session: str, epoch: int, prompt: TokenIds, positions: int, scope: str = "") -> int | None:
         self._raise("begin", session)
-        return super().begin(session, epoch, prompt, positions, scope)
+        begun = super().begin(session, epoch, prompt, positions, scope)
+        self._raise("begin too late", session)
+        return begun
 
     def extend(self, session: str, epoch: int, positions: int) -> bool:
         self._raise("extend", session)
@@ -319,7 +329,7 @@ class Raising(BlockEngine):
         self._raise("release", session)
 
 
-@pytest.mark.parametrize("method", ["begin", "extend"])
+@pytest.mark.parametrize("method", ["begin", "begin too late", "extend"])
 def test_an_engine_that_raises_for_one_session_fails_that_one(method: str) -> None:
     """By name, without what it said; the others' tokens are what they are alone."""
     engine = Raising()
