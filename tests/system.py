@@ -335,9 +335,6 @@ class System:
         found: dict[str, Any] = answer.json()
         return found
 
-    def _has_ended(self, job: str) -> bool:
-        return self.record(job).terminal
-
     def record(self, job: str) -> JobRecord:
         """The job's record."""
         return self.jobs.get(job)
@@ -424,7 +421,7 @@ class System:
         fresh = self.submit("say x", max_output_tokens=1)
         assert self.ended(fresh, timeout_s=10).outputs[0].text == "x"
         for job in self.accepted:
-            wait_until(partial(self._has_ended, job), description=f"the end of {job}")
+            self.ended(job, timeout_s=10)
         self.assert_at_rest()
         with self.client() as client:
             assert client.xlen(self.keys().dead) == dead

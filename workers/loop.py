@@ -17,7 +17,7 @@ from typing import Any
 
 from pool.errors import InvalidRequest, QueueFull, Refused
 from pool.rules.admission import Budgets, Decision, Reason, Request, Usage, decide
-from pool.rules.batching import completion_guard
+from pool.rules.batching import completion_guard, most_chunks
 from tasks.ports import Engine, Event, EventSink, Generation, RunnerCapacity, Stopped
 from workers.residence import PrefixReuse, Residence
 from workers.scheduler import Key, Scheduler, Tick
@@ -71,8 +71,9 @@ class BatchingLoop:
         self.limit = limit
         usage = engine.kv_usage()
         self.figures = Telemetry(budgets, engine.bytes_per_token, usage, clock)
-        self._kv_positions = usage.total
-        self._most = min(engine.capability().max_sessions, budgets.active_cap)
+        can = engine.capability()
+        self._kv_positions = min(usage.total, can.max_positions)
+        self._most = min(can.max_sessions, budgets.active_cap)
         residence = Residence(engine, overcommit=budgets.kv_overcommit, reuse=reuse)
         self._scheduler = Scheduler(engine, residence, self.figures, slots=self.effective_limit())
         self._inbox: deque[_Submitted | _Stop | _Unpin] = deque()
@@ -274,7 +275,9 @@ class BatchingLoop:
         self._read_mail()
         live = self._scheduler.live()
         new_tokens = sum(session.generation.max_tokens for session in live)
-        guard = completion_guard(new_tokens, self._scheduler.active, len(live) - self._scheduler.active)
+        prompts = [session.prompt_tokens for session in live]
+        chunks = most_chunks(prompts, self.budgets.max_prefill_tokens_per_tick, self.engine.prefill_grid)
+        guard = completion_guard(new_tokens + chunks, self._scheduler.active, len(live) - self._scheduler.active)
         events: list[Event] = []
         for _ in range(guard):
             if not self._in_flight:

@@ -79,7 +79,7 @@ class Residence:
 
     def leave(self, session: Session, *, sound: bool = True) -> None:
         """The session has ended. `sound`: what it holds may be found by others, as far as the settings allow."""
-        holder = session.generation.holder if sound else ""
+        holder = session.generation.holder if sound and self._reuse != "off" else ""
         if holder:
             self._holders.pop(holder, None)
             self._holders[holder] = None

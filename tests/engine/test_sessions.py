@@ -68,6 +68,22 @@ def test_no_end_comes_before_min_tokens() -> None:
     assert made.finish_reason == "stop"
 
 
+def test_no_stop_string_ends_a_choice_before_min_tokens() -> None:
+    """Nor does it hide what came before; the next one ends it."""
+    made = session(stop=("ab",), min_tokens=2)
+    assert [made.draw(row_of({token: 1})).text for token in (A, B, A, B)] == ["", "ab", "", ""]
+    assert (made.finish_reason, made.result().text) == ("stop", "ab")
+
+
+@pytest.mark.parametrize(("ignored", "text"), [(False, ""), (True, "a")])
+def test_the_models_own_end_has_no_text_when_it_ends(ignored: bool, text: str) -> None:
+    """Also where its vocabulary does not call it a control token."""
+    made = session(ignore_eos=ignored)
+    made.eos_ids = frozenset({A})
+    assert made.draw(row_of({A: 1})).text == text
+    assert made.finish_reason == ("" if ignored else "stop")
+
+
 def test_a_logged_stop_token_is_an_end_at_once() -> None:
     """A takeover of a log that already holds it."""
     assert session(replay=(A, B), stop_token_ids=(B,)).finish_reason == "stop"

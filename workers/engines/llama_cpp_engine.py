@@ -177,9 +177,9 @@ class LlamaCpp:
         placement = self._pool.begin(key, prompt, positions, scope)
         if placement is None:
             return None
-        held = self._place(key, placement)
-        self._sessions[key] = _Session(prompt.copy(), positions, held, held)
-        return held
+        known = self._sessions[key] = _Session(prompt.copy(), positions, 0, 0)
+        known.length = known.prefilled = self._place(key, placement)
+        return known.length
 
     def extend(self, session: str, epoch: int, positions: int) -> bool:
         """See `tasks.ports.Engine.extend`. Every slot has room for the longest session."""
@@ -220,6 +220,8 @@ class LlamaCpp:
         if known is None or known.length == 0 or self._context.closed:
             return None
         state = self._context.state(self._pool.slot((session, epoch)))
+        if not state:
+            return None
         head = {"fingerprint": self._fingerprint, "length": known.length, "prefilled": known.prefilled}
         header = json.dumps(head).encode()
         return b"".join((_MAGIC, _LENGTHS.pack(len(header), len(state), zlib.crc32(state)), header, state))
@@ -237,14 +239,16 @@ class LlamaCpp:
         placement = self._pool.begin(key, prompt[:0], positions, scope)
         if placement is None:
             return False
-        self._place(key, placement)
-        slot = self._pool.slot(key)
-        if not self._context.set_state(slot, state) or self._context.held(slot) != length:
-            self._pool.empty(slot)
-            self._context.cut(slot, 0)
-            return False
         findable = min(prefilled, length, len(prompt))
         self._sessions[key] = _Session(prompt.copy(), positions, length, findable)
+        self._place(key, placement)
+        if key not in self._sessions:
+            return False
+        slot = self._pool.slot(key)
+        if not self._context.set_state(slot, state) or self._context.held(slot) != length:
+            self._lose(slot)
+            self._context.cut(slot, 0)
+            return False
         self._pool.learn(key, prompt, findable)
         return True
 
@@ -273,9 +277,12 @@ class LlamaCpp:
         self._forget_all()
 
     def _place(self, key: Key, placement: Placement) -> int:
-        """Do what the books decided. Returns how many positions the session begins with: none, where copying failed."""
+        """Do what the books decided. Returns how many positions the session begins with: none, where copying failed.
+        One whose slot was lost is no session then."""
         for swap in placement.swaps:
             self._swap(swap)
+        if key not in self._sessions:
+            return 0
         if placement.spare is not None and not self._context.copy(placement.slot, placement.spare):
             self._lose(placement.spare)
         copied = placement.source is None or self._context.copy(placement.source, placement.slot)
@@ -360,16 +367,17 @@ class LlamaCpp:
 
     def _run(self, parts: Sequence[_Part], results: list[StepResult | None]) -> None:
         """Pieces of prompts first, then all single tokens in one batch."""
-        # Moving slots may have lost one.
-        here = [part for part in parts if part.key in self._sessions]
-        done = [part for part in here if part.cut == part.start or self._prefill(part, results)]
+        # Moving slots may have lost one, and a piece whose numbers overflowed all that come after it.
+        done = [part for part in parts if self._is_here(part) and self._prefill(part, results)]
         # By slot: llama.cpp computes rows together whose slots follow each other.
-        singles = sorted((part for part in done if part.cut < part.end), key=self._slot)
+        singles = sorted((part for part in done if part.cut < part.end and self._is_here(part)), key=self._slot)
         if singles:
             self._decode(singles, results)
 
     def _prefill(self, part: _Part, results: list[StepResult | None]) -> bool:
-        """Compute the part's piece of a prompt, in batches that end on the grid. False: it failed."""
+        """Compute the part's piece of a prompt, if it has one, in batches that end on the grid. False: it failed."""
+        if part.cut == part.start:
+            return True
         slot, limit = self._slot(part), self._context.batch_rows // PREFILL_GRID * PREFILL_GRID
         rows: list[Logits] = []
         try:
@@ -392,7 +400,7 @@ class LlamaCpp:
                 return
             log.error("a batch of %d failed: %s", len(parts), error)
             for part in parts:
-                if self._cut_back(part, part.cut):
+                if self._is_here(part) and self._cut_back(part, part.cut):
                     self._decode([part], results)
             return
         for part in parts:
@@ -428,6 +436,9 @@ class LlamaCpp:
         self._context.cut(slot, 0)
         self._lose(slot)
         return False
+
+    def _is_here(self, part: _Part) -> bool:
+        return part.key in self._sessions
 
     def _slot(self, part: _Part) -> int:
         return self._pool.slot(part.key)
