@@ -421,7 +421,7 @@ class System:
         fresh = self.submit("say x", max_output_tokens=1)
         assert self.ended(fresh, timeout_s=10).outputs[0].text == "x"
         for job in self.accepted:
-            assert self.record(job).terminal, f"{job} has not ended"
+            self.ended(job, timeout_s=10)
         self.assert_at_rest()
         with self.client() as client:
             assert client.xlen(self.keys().dead) == dead
