@@ -201,6 +201,7 @@ class BatchingLoop:
         left = self._scheduler.generations()
         for generation in left:
             self._scheduler.stop((generation.job, generation.attempt), None)
+        self._scheduler.unpin_all()
         self._account(self._scheduler.report())
         self.figures.see(self.engine.kv_usage())
         return left

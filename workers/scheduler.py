@@ -158,6 +158,11 @@ class Scheduler:
         self._residence.unpin(holder)
         self._stirred = True
 
+    def unpin_all(self) -> None:
+        """Nothing is kept for any holder any more."""
+        while self._residence.make_way():
+            pass
+
     def tick(self) -> Tick:
         """One turn; what it did."""
         for session in list(self._replayed):

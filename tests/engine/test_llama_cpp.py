@@ -412,6 +412,25 @@ def test_overflowing_numbers_end_one_job(overflowing_path: Path, overflows_at: i
     engine.close()
 
 
+def test_a_prompt_that_overflows_fails_before_others_meet_it(overflowing_path: Path) -> None:
+    """In the very piece, though nobody reads its logits: had it been cancelled after that, whoever had its slot next
+    would have failed in its place."""
+    engine = load_small(overflowing_path, slots=2, kept_prefixes=0, target_inflight=2)
+    prompt, sick = some_tokens(engine, 40, seed=1), some_tokens(engine, 180, seed=2)
+    sick[70] = 7
+    expected = prefill(engine, "a", prompt)
+    engine.release("a", 0)
+    begin(engine, "sick", sick)
+    begin(engine, "b", prompt)
+    members = [Member("sick", 0, sick[:80], 0, wants_logits=False), Member("b", 0, prompt[:16], 0, wants_logits=False)]
+    assert [type(result) for result in engine.step(members)] == [MemberError, CacheMiss]
+    for session in ("sick", "b"):
+        engine.release(session, 0)
+    for session in ("c", "d"):
+        assert same_bits([prefill(engine, session, prompt)], [expected])
+    engine.close()
+
+
 def test_a_closed_engine_answers_with_errors(small_path: Path) -> None:
     """Closing twice is fine; afterwards nothing begins, and steps are errors of their members."""
     engine = load_small(small_path)

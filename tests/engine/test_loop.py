@@ -335,11 +335,12 @@ def replace_stop(stop: str) -> Sampling:
 
 
 def test_stopping_returns_what_had_not_ended() -> None:
-    """The host hands these back; all KV is free."""
+    """The host hands these back; all KV is free, also what was kept for somebody."""
     loop = make_loop(limit=1)
-    given = [generation("a"), generation("b")]
+    given = [generation("a", range(20, 150), holder="program"), generation("b")]
     for each in given:
         loop.submit(each)
+    loop.tick()
     loop.tick()
     assert loop.stop() == given
     assert loop.telemetry()["kv_total_bytes"] == 0

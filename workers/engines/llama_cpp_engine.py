@@ -92,10 +92,9 @@ class _Part:
         return Row(slot, self.tokens[-1], self.end - 1, self.wanted)
 
     def piece(self, slot: int, start: int, stop: int) -> list[Row]:
-        """Rows of positions [start, stop)."""
+        """Rows of positions [start, stop). The last one's logits show whether all of them are numbers."""
         tokens = self.tokens[start - self.start : stop - self.start]
-        wanted = self.wanted and stop == self.end
-        return [Row(slot, token, start + k, wanted and start + k == stop - 1) for k, token in enumerate(tokens)]
+        return [Row(slot, token, start + k, start + k == stop - 1) for k, token in enumerate(tokens)]
 
 
 class LlamaCpp:
@@ -383,6 +382,9 @@ class LlamaCpp:
         try:
             for start in range(part.start, part.cut, limit):
                 rows = self._context.decode(part.piece(slot, start, min(start + limit, part.cut)))
+                if not np.isfinite(rows[0].max()):
+                    self._wipe(part, results)
+                    return False
         except DecodeFailed as error:
             self._fail(part, error, results)
             return False
@@ -409,10 +411,7 @@ class LlamaCpp:
     def _finish(self, part: _Part, row: Logits | None, results: list[StepResult | None]) -> None:
         """The part is computed; `row` (V,): its logits, where wanted."""
         if row is not None and not np.isfinite(row.max()):
-            # What is no number would show through every mask to whoever has the slot next: all KV is wiped.
-            results[part.index] = MemberError("the model's numbers overflowed")
-            self._forget_all()
-            self._context.clear()
+            self._wipe(part, results)
             return
         session = self._sessions.get(part.key)
         if session is None:  # wiped in this step
@@ -422,6 +421,13 @@ class LlamaCpp:
         session.length = part.end
         self._pool.written(part.key, session.prefilled)
         results[part.index] = StepLogits(row, part.end)
+
+    def _wipe(self, part: _Part, results: list[StepResult | None]) -> None:
+        """The part's numbers are none, which would show through every mask to whoever has the slot next: it fails, and
+        all KV goes."""
+        results[part.index] = MemberError("the model's numbers overflowed")
+        self._forget_all()
+        self._context.clear()
 
     def _fail(self, part: _Part, error: DecodeFailed, results: list[StepResult | None]) -> None:
         """The part alone could not be computed; its session is as it was."""
