@@ -98,7 +98,7 @@ class Residence:
         keep = keep and self._keeps_output and session.held > 0
         tokens = session.known(session.held) if keep else None
         try:
-            self._engine.release(session.id, session.attempt, tokens=tokens, scope=self._scope(session), holder=holder)
+            self._engine.release(session.id, session.attempt, tokens=tokens, holder=holder)
         except Exception as error:  # noqa: BLE001 - the session leaves all the same; an idle moment checks the books
             log.error("releasing a session's KV failed: %s", type(error).__name__)
 

@@ -132,19 +132,6 @@ def test_decoded_prompt_tokens_are_not_found(tiny: Engine) -> None:
     assert tiny.resident(prompt, scope) == 0
 
 
-def test_other_tokens_than_the_prompts_are_refused(tiny: Engine) -> None:
-    """Others may find the prompt's pages, so nothing else can be put there; nor restored."""
-    prompt, other = some_tokens(tiny, 70, seed=1), some_tokens(tiny, 70, seed=2)
-    begin(tiny, "liar", prompt)
-    (result,) = tiny.step([Member("liar", 0, other, 0)])
-    assert isinstance(result, MemberError)
-    tiny.step([Member("liar", 0, prompt, 0)])
-    blob = tiny.snapshot("liar", 0)
-    assert blob is not None
-    tiny.release("liar", 0)
-    assert not tiny.restore("liar", 0, blob, other, 100)
-
-
 def test_overflowing_numbers_stay_with_their_session() -> None:
     """A token whose embedding is no number fails its member by name, and whoever gets its pages later is well."""
     weights, vocabulary = tiny_llama(5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         models = add_models(site, write_small_model(folder / "small.gguf", context_length=CONTEXT))
         site.worker(model=",".join(models), wait=False)
         for model in models:
-            wait_until(lambda model=model: site.ranks(model), description=f"a rank of {model}", timeout_s=60)  # type: ignore[misc]
+            wait_until(partial(site.ranks, model), description=f"a rank of {model}", timeout_s=60)
         settings = {"CONFIG": str(folder / "genpool.toml"), "API_KEYS": ";".join(lines)}
         node = ApiProcess(server.url, folder / "api", **settings).start()
         yield Served(node, dict(zip(TENANTS, keys, strict=True)))
@@ -107,7 +108,7 @@ def model_of(backend: str, reuse: str) -> str:
 
 def encoded(messages: list[Turn]) -> list[int]:
     """The prompt's token ids."""
-    return VOCABULARY.encode_prompt(ChatPrompt(messages=tuple(Message(**turn) for turn in messages)))  # type: ignore[arg-type]
+    return VOCABULARY.encode_prompt(ChatPrompt(messages=tuple(map(Message.model_validate, messages))))
 
 
 def shared(prompt: list[Turn], other: list[Turn], unit: int) -> int:

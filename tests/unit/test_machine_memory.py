@@ -17,7 +17,7 @@ KIB = 2**10
 def model(**budgets: int) -> ModelSettings:
     """A model with these budgets, of few bytes otherwise."""
     least = {"kv_budget_bytes": 1, "scratch_bytes_per_session": 1, "scratch_budget_bytes": 1}
-    return ModelSettings(source="random:1", **{**least, **budgets})  # type: ignore[arg-type]
+    return ModelSettings.model_validate({"source": "random:1", **least, **budgets})
 
 
 @pytest.fixture

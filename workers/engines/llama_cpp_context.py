@@ -129,7 +129,7 @@ class LlamaContext:
         except MemoryError:
             return b""
 
-    def set_state(self, slot: int, state: bytes | npt.NDArray[np.uint8]) -> bool:
+    def set_state(self, slot: int, state: bytes | memoryview | npt.NDArray[np.uint8]) -> bool:
         """Replace what the slot holds. False: the bytes are not of such a context; the slot is empty then."""
         self._check_slot(slot)
         content = np.frombuffer(state, np.uint8)

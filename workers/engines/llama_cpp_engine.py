@@ -15,13 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from pool.rules.kv_blocks import IntegrityError
 from pool.rules.kv_slots import Key, Placement, SlotPool, Swap
@@ -40,15 +37,14 @@ from tasks.vocabulary import Vocabulary
 from workers.engines.llama_cpp_context import ContextOptions, DecodeFailed, LlamaContext, Row
 from workers.engines.llama_cpp_library import version
 from workers.engines.llama_cpp_selftest import SelfTest, self_test
+from workers.engines.members import Accepted, Limits, accept
+from workers.engines.snapshots import Snapshot
 
 log = logging.getLogger("genpool.llama_cpp")
 
 PREFILL_GRID = 16
 #: Raised whenever a change of code changes bits or what a snapshot holds.
 NUMERIC_POLICY = "partitioned;f16;singles-apart;1"
-
-_MAGIC = b"genpool-llama-1"
-_LENGTHS = struct.Struct("<IQI")  # header bytes, state bytes, CRC-32 of the state
 
 _NOTHING = np.empty(0, np.int32)
 
@@ -62,16 +58,6 @@ class _Session:
     length: int
     prefilled: int
 
-    def problem(self, tokens: TokenIds) -> str | None:
-        """Why these tokens cannot come next, without naming any of them."""
-        stop = self.length + len(tokens)
-        if stop > self.room:
-            return f"the session has room for {self.room} positions, not for {stop}"
-        known = self.prompt[self.length : stop]
-        if not np.array_equal(known, tokens[: len(known)]):
-            return "these are not the tokens of the prompt that the session began with"
-        return None
-
 
 @dataclass(slots=True)
 class _Part:
@@ -83,6 +69,12 @@ class _Part:
     start: int
     cut: int
     wanted: bool
+
+    @classmethod
+    def of(cls, index: int, member: Member, tokens: list[int]) -> _Part:
+        end = member.start + len(tokens)
+        cut = end - 1 if len(tokens) == 1 or end % PREFILL_GRID == 1 else end
+        return cls(index, (member.session, member.epoch), tokens, member.start, cut, member.wants_logits)
 
     @property
     def end(self) -> int:
@@ -121,6 +113,7 @@ class LlamaCpp:
         self._pool = SlotPool(options.slots, context.slot_tokens, PREFILL_GRID)
         self._sessions: dict[Key, _Session] = {}
         self._tested = _tested(context, options)
+        self._limits = Limits(vocabulary.size, self._context_length, PREFILL_GRID)
         self._fingerprint = _fingerprint(options, vocabulary, digest, self._tested)
 
     @property
@@ -197,7 +190,6 @@ class LlamaCpp:
         epoch: int,
         *,
         tokens: TokenIds | None = None,
-        scope: str = "",  # noqa: ARG002 - that of `begin`
         holder: str = "",
     ) -> None:
         """See `tasks.ports.Engine.release`. The last slot that nobody was promised is promised to nobody."""
@@ -221,30 +213,28 @@ class LlamaCpp:
         state = self._context.state(self._pool.slot((session, epoch)))
         if not state:
             return None
-        head = {"fingerprint": self._fingerprint, "length": known.length, "prefilled": known.prefilled}
-        header = json.dumps(head).encode()
-        return b"".join((_MAGIC, _LENGTHS.pack(len(header), len(state), zlib.crc32(state)), header, state))
+        return Snapshot(known.length, known.prefilled, state).to_bytes(self._fingerprint, known.prompt)
 
     def restore(self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = "") -> bool:
         """See `tasks.ports.Engine.restore`. Raises ValueError for a session that has begun."""
         key = (session, epoch)
         if key in self._sessions:
             raise ValueError("the session has begun already")
-        opened = _opened(blob, self._fingerprint)
-        if opened is None or self._context.closed or not opened[0] <= positions <= self._context_length:
+        saved = Snapshot.from_bytes(blob, self._fingerprint, prompt)
+        if saved is None or self._context.closed or not saved.length <= positions <= self._context_length:
             return False
-        length, prefilled, state = opened
+        length = saved.length
         # Nothing of the prompt is looked for: all of it is in the snapshot.
         placement = self._pool.begin(key, prompt[:0], positions, scope)
         if placement is None:
             return False
-        findable = min(prefilled, length, len(prompt))
+        findable = min(saved.prefilled, length, len(prompt))
         self._sessions[key] = _Session(prompt.copy(), positions, length, findable)
         self._place(key, placement)
         if key not in self._sessions:
             return False
         slot = self._pool.slot(key)
-        if not self._context.set_state(slot, state) or self._context.held(slot) != length:
+        if not self._context.set_state(slot, saved.payload) or self._context.held(slot) != length:
             self._lose(slot)
             self._context.cut(slot, 0)
             return False
@@ -314,13 +304,15 @@ class LlamaCpp:
 
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
         """See `tasks.ports.Engine.step`. Rows of logits are the caller's own."""
+        if self._context.closed:
+            return [MemberError("the engine is closed") for _ in batch]
         results: list[StepResult | None] = [None] * len(batch)
         parts: list[_Part] = []
         seen: set[Key] = set()
         for index, member in enumerate(batch):
-            accepted = self._accept(index, member, seen)
-            if isinstance(accepted, _Part):
-                parts.append(accepted)
+            accepted = accept(member, seen, self._sessions.get, self._limits)
+            if isinstance(accepted, Accepted):
+                parts.append(_Part.of(index, member, accepted.tokens.tolist()))
             else:
                 results[index] = accepted
         if parts:
@@ -328,41 +320,6 @@ class LlamaCpp:
                 self._swap(swap)
             self._run(parts, results)
         return [result if result is not None else CacheMiss() for result in results]
-
-    def _accept(self, index: int, member: Member, seen: set[Key]) -> _Part | StepResult:
-        """Check one member."""
-        if self._context.closed:
-            return MemberError("the engine is closed")
-        key = (member.session, member.epoch)
-        if key in seen:
-            return MemberError("the session is in this batch already")
-        seen.add(key)
-        tokens = np.array(member.tokens, np.int64)  # (T,)
-        problem = self._problem(tokens, member.start)
-        if problem:
-            return MemberError(problem)
-        session = self._sessions.get(key)
-        if session is None or session.length != member.start:
-            return CacheMiss()
-        problem = session.problem(tokens.astype(np.int32))
-        if problem:
-            return MemberError(problem)
-        end = member.start + len(tokens)
-        cut = end - 1 if len(tokens) == 1 or end % PREFILL_GRID == 1 else end
-        return _Part(index, key, tokens.tolist(), member.start, cut, member.wants_logits)
-
-    def _problem(self, tokens: npt.NDArray[np.int64], start: int) -> str | None:
-        """Why these tokens cannot run, without naming any of them."""
-        if tokens.ndim != 1 or len(tokens) == 0:
-            return "a member needs a non-empty, one-dimensional array of tokens"
-        size = self._vocabulary.size
-        if tokens.min() < 0 or tokens.max() >= size:
-            return f"a token id is outside the vocabulary, 0 to {size - 1}"
-        if start < 0 or start + len(tokens) > self._context_length:
-            return f"position {start + len(tokens) - 1} is outside the context of {self._context_length} positions"
-        if len(tokens) > 1 and start % PREFILL_GRID:
-            return f"a prefill chunk must start at a multiple of {PREFILL_GRID}, not at {start}"
-        return None
 
     def _run(self, parts: Sequence[_Part], results: list[StepResult | None]) -> None:
         """Pieces of prompts first, then all single tokens in one batch."""
@@ -473,20 +430,3 @@ def _fingerprint(options: ContextOptions, vocabulary: Vocabulary, digest: str, t
         "bits": tested.bits,
     }
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def _opened(blob: bytes, fingerprint: str) -> tuple[int, int, bytes] | None:
-    """Length, prefilled positions and state of a sound snapshot."""
-    start = len(_MAGIC) + _LENGTHS.size
-    if len(blob) < start or not blob.startswith(_MAGIC):
-        return None
-    header_bytes, state_bytes, checksum = _LENGTHS.unpack_from(blob, len(_MAGIC))
-    state = blob[start + header_bytes :]
-    if len(state) != state_bytes or zlib.crc32(state) != checksum:
-        return None
-    try:
-        header = json.loads(blob[start : start + header_bytes])
-        length, prefilled, known = int(header["length"]), int(header["prefilled"]), str(header["fingerprint"])
-    except (ValueError, KeyError, TypeError):
-        return None
-    return (length, prefilled, state) if known == fingerprint else None

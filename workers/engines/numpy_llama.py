@@ -29,7 +29,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from tasks.ports import (
-    CacheMiss,
     Capability,
     KVUsage,
     Logits,
@@ -43,6 +42,7 @@ from tasks.vocabulary import Vocabulary
 from workers.engines.arithmetic import Arithmetic
 from workers.engines.exact_linear import BLOCK, Crew, Linear, Measurement, padded
 from workers.engines.llama_weights import Floats, LayerWeights, LlamaConfig, LlamaWeights
+from workers.engines.members import Accepted, Key, Limits, accept
 from workers.engines.paged_attention import (
     KV_PAGE,
     BlockSpan,
@@ -194,6 +194,7 @@ class NumpyLlama:
         self._head: Linear | None = arithmetic.linear(weights.head)
         self._padding = arithmetic.padding
         self._invariant = arithmetic.invariant and attention.rows_independent
+        self._limits = Limits(config.vocabulary_size, config.context_length, PREFILL_GRID)
         self._fingerprint = _fingerprint(weights, vocabulary, arithmetic.policy, (*arithmetic.kernels, attention))
         self._cos, self._sin = _rotations(config)
 
@@ -230,13 +231,15 @@ class NumpyLlama:
 
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
         """See `tasks.ports.Engine.step`. Rows of logits are the caller's own."""
+        if self._weights is None:
+            return [MemberError("the engine is closed") for _ in batch]
         results: list[StepResult | None] = [None] * len(batch)
         parts: dict[int, _Part] = {}
-        seen: set[tuple[str, int]] = set()
+        seen: set[Key] = set()
         for index, member in enumerate(batch):
-            accepted = self._accept(member, seen)
-            if isinstance(accepted, _Part):
-                parts[index] = accepted
+            accepted = accept(member, seen, self._kv.get, self._limits)
+            if isinstance(accepted, Accepted):
+                parts[index] = _Part.of(accepted.session, accepted.tokens, member.start)
             else:
                 results[index] = accepted
         if parts:
@@ -260,7 +263,6 @@ class NumpyLlama:
         epoch: int,
         *,
         tokens: TokenIds | None = None,
-        scope: str = "",  # noqa: ARG002 - that of `begin`
         holder: str = "",
     ) -> None:
         self._kv.release((session, epoch), tokens, holder)
@@ -288,36 +290,6 @@ class NumpyLlama:
         self._crew.close()
         self._kv.clear()
         self._weights, self._layers, self._head = None, (), None
-
-    def _accept(self, member: Member, seen: set[tuple[str, int]]) -> _Part | StepResult:
-        """Check one member."""
-        if self._weights is None:
-            return MemberError("the engine is closed")
-        key = (member.session, member.epoch)
-        if key in seen:
-            return MemberError("the session is in this batch already")
-        seen.add(key)
-        tokens = np.array(member.tokens, np.int64)  # (T,)
-        problem = self._problem(tokens, member.start)
-        if problem:
-            return MemberError(problem)
-        session = self._kv.get(key)
-        if session is None or session.length != member.start:
-            return CacheMiss()
-        problem = session.problem(tokens)
-        return MemberError(problem) if problem else _Part.of(session, tokens, member.start)
-
-    def _problem(self, tokens: Indices, start: int) -> str | None:
-        """Why these tokens cannot run, without naming any of them."""
-        if tokens.ndim != 1 or len(tokens) == 0:
-            return "a member needs a non-empty, one-dimensional array of tokens"
-        if tokens.min() < 0 or tokens.max() >= self._config.vocabulary_size:
-            return f"a token id is outside the vocabulary, 0 to {self._config.vocabulary_size - 1}"
-        if start < 0 or start + len(tokens) > self.context_length:
-            return f"position {start + len(tokens) - 1} is outside the context of {self.context_length} positions"
-        if len(tokens) > 1 and start % PREFILL_GRID:
-            return f"a prefill chunk must start at a multiple of {PREFILL_GRID}, not at {start}"
-        return None
 
     def _run(self, batch: Sequence[Member], parts: dict[int, _Part], results: list[StepResult | None]) -> None:
         plan = _Plan.of(parts.values(), self._config, self._padding)
