@@ -50,9 +50,10 @@ def svg(title: str, series: Mapping[str, Sequence[Point]]) -> str:
     )
     for number, (name, each) in enumerate(series.items()):
         colour = _COLOURS[number % len(_COLOURS)]
+        # Sessions of one batch have their gaps together: one point for all.
         parts += [
-            f'<circle cx="{x(at_s)}" cy="{y(gap_ms)}" r="2.5" fill="{colour}" fill-opacity="0.6"/>'
-            for at_s, gap_ms in each
+            f'<circle cx="{at}" cy="{gap}" r="2.5" fill="{colour}"/>'
+            for at, gap in dict.fromkeys((x(at_s), y(gap_ms)) for at_s, gap_ms in each)
         ]
         parts.append(_text(LEFT + 220 * number, 42, name, colour=colour))
     return "\n".join([*parts, "</svg>", ""])
