@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-.PHONY: help run test llama cover test-clients fuzz test-redis7 cancels idle programs faults-long lint chaos chaos-long recovery clean
+.PHONY: help run test llama cover test-clients fuzz test-redis7 cancels kills idle sweep programs faults-long lint chaos chaos-long recovery clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,10 @@ test: lint llama ## Lint, then run all tests.
 cancels: $(STAMP) ## Leave 1,000 generations at random moments; nothing may be left of them (SEED=N replays).
 	CANCELS=1000 $(if $(SEED),SEED=$(SEED)) $(BIN)/python -m pytest -q tests/faults/test_leaving.py
 
+kills: llama ## Kill workers 30 times with each engine under a steady load of streams; nobody can tell (SEED=N replays).
+	KILLS=30 $(if $(SEED),SEED=$(SEED)) $(BIN)/python -m pytest -q -s tests/faults/test_llama_kills.py \
+		tests/faults/test_preempted_kills.py
+
 idle: $(STAMP) ## Leave a system without work for a minute: silence, next to no CPU, and the next job at once.
 	IDLE=long $(BIN)/python -m pytest -q tests/faults/test_f13_idle.py
 
@@ -37,6 +41,14 @@ cover: $(STAMP) ## Show that the tests of the Programs' rules take every branch,
 	$(BIN)/python -m coverage run --branch --source=pool.rules.programs,pool.program_settings \
 		-m pytest -q tests/unit/test_program_*.py
 	$(BIN)/python -m coverage report --show-missing --fail-under=100
+
+# The second has KV for a little more than the longest session.
+SWEEP := $(BIN)/genpool sweep smollm2-135m-instruct --prompts 1-2000 --max-tokens 64 --seed 3
+sweep: $(STAMP) ## SmolLM2 at 1, 2, 4, 8, 16 sessions, with room, then crowded, in pieces and with cancels: same tokens (8 minutes).
+	@mkdir -p build
+	$(SWEEP) --json build/sweep.json --plot build/sweep.svg
+	$(SWEEP) --json build/sweep-crowded.json --plot build/sweep-crowded.svg \
+		--kv-tokens 2560 --overcommit 64 --prefill-tokens 256 --cancels 4
 
 test-redis7: $(STAMP) ## Run the store's and the state server's tests on Redis 7.0, every Lua verb included.
 	redis7=$$($(BIN)/python -m tests.redis7) && EVERY_VERB=1 GENPOOL_VALKEY_SERVER="$$redis7" \

@@ -228,7 +228,7 @@ def check(as_json: bool, rerun: int) -> None:
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the API to look at. Default: server.port.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def doctor(port: int | None, as_json: bool) -> None:
-    """Check versions, state server, models, port, folders and clock. Exit code 1 when something is wrong."""
+    """Check versions, state server, models, memory, port, folders and clock. Exit code 1 when something is wrong."""
     settings = load_settings()
     if port is not None:
         settings = settings.model_copy(update={"server": settings.server.model_copy(update={"port": port})})
@@ -255,12 +255,15 @@ def doctor(port: int | None, as_json: bool) -> None:
 @click.option("--overcommit", type=click.FloatRange(1), default=1.0, show_default=True,
               help="More than 1, with few --kv-tokens, makes sessions give way to each other.")  # fmt: skip
 @click.option("--prefill-tokens", type=click.IntRange(1), help="Prompt tokens of a tick. Default: the longest prompt.")
+@click.option("--cancels", type=click.IntRange(0), default=0, show_default=True,
+              help="Requests that are cancelled in the middle of their answers.")  # fmt: skip
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw it here, as SVG.")
 def sweep(model: str, json_file: Path | None, plot: Path | None, **options: Any) -> None:
     """Run the same requests on MODEL at rising concurrency, each level on a fresh engine: what batching gains.
 
-    Exit code 1 when a level gave other tokens than the lowest.
+    Half of them are greedy, half draw with seeds. Exit code 1 when a level gave other tokens than the lowest one, which
+    for that runs once more without --kv-tokens, --overcommit, --prefill-tokens and --cancels where they are given.
     """
     # Here, because no other command needs engines, which take long to import.
     from workers.sweep_command import SweepOptions, sweep_model, table  # noqa: PLC0415

@@ -66,7 +66,6 @@ class NoopEngine:
         epoch: int,
         *,
         tokens: TokenIds | None = None,
-        scope: str = "",
         holder: str = "",
     ) -> None:
         """Nothing is held."""

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from benchmarks.report import note
 
-#: Peer -> what its environment holds. Each gets the fast parser, as genpool has it.
+#: Peer -> what its environment holds. Those that talk to Redis get the fast parser, as genpool has it.
 REQUIREMENTS = {
     "celery": ("celery[redis]==5.6.3", "kombu==5.7.0", "redis==8.1.0", "hiredis==3.5.0"),
     "taskiq": ("taskiq==0.13.0", "taskiq-redis==1.2.4", "redis==8.1.0", "hiredis==3.5.0", "uvloop==0.23.0"),
     "dramatiq": ("dramatiq[redis]==2.2.1", "redis==8.1.0", "hiredis==3.5.0"),
+    "xllamacpp": ("xllamacpp==2026.10.11549",),
+    "cmake": ("cmake==4.4.5", "ninja==1.13.2"),
     "flask": ("flask==3.1.3", "gunicorn==27.0.1", "redis==8.1.0", "hiredis==3.5.0"),
 }
 
@@ -25,7 +27,7 @@ def environment(peer: str) -> Path | None:
     """The folder of the peer's programs; installs them on first use. None when they cannot be installed."""
     pins = REQUIREMENTS[peer]
     digest = hashlib.sha256("\n".join([sys.version, *pins]).encode()).hexdigest()[:12]
-    folder = _cache() / f"{peer}-{digest}"
+    folder = cache() / f"{peer}-{digest}"
     if not (folder / ".complete").exists():
         note(f"installing {peer}: {', '.join(pins)}")
         shutil.rmtree(folder, ignore_errors=True)
@@ -39,6 +41,7 @@ def environment(peer: str) -> Path | None:
     return folder / "bin"
 
 
-def _cache() -> Path:
+def cache() -> Path:
+    """The folder of everything that benchmarks install."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "genpool" / "bench-peers"

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -159,6 +160,13 @@ def wait_for(predicate: Callable[[], bool], *, what: str, timeout_s: float, ever
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"waited {timeout_s:g} s for {what}")
         time.sleep(every_s)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def tail(log: Path, lines: int = 15) -> str:

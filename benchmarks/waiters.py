@@ -36,7 +36,7 @@ from functools import partial
 
 from benchmarks import report
 from benchmarks.peer_environments import environment
-from benchmarks.processes import START_S, Command, Dialogue, Worker, module, peer, state_server, wait_for
+from benchmarks.processes import START_S, Command, Dialogue, Worker, free_port, module, peer, state_server, wait_for
 from benchmarks.waiting_client import HOST
 from pool.store.connection import Client, connect
 from pool.store.keys import ModelKeys
@@ -86,7 +86,7 @@ class Contestant:
 def measure(contestant: Contestant, size: Size) -> report.Sample:
     """One round of one contestant, on a server of its own."""
     with tempfile.TemporaryDirectory(prefix="genpool-bench-") as name:
-        folder, port = Path(name), _free_port()
+        folder, port = Path(name), free_port()
         with state_server(folder) as server:
             worker = Dialogue(contestant.worker(server.url, size), folder / "worker.log")
             api = Worker(contestant.api(server.url, port, folder, size), folder / "api.log")
@@ -282,12 +282,6 @@ def _listens(api: Worker, port: int) -> bool:
     api.check()
     with socket.socket() as probe:
         return probe.connect_ex((HOST, port)) == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 # --- the whole

@@ -199,7 +199,7 @@ class ModelSettings(Section):
         default=1, ge=1, le=1024, description="Generations a replica runs at once, if its engine can."
     )
     threads: int = Field(default=0, ge=0, le=256, description="Threads of the engine. 0: one per core, at most 4.")
-    weight_bytes: int = Field(default=0, ge=0, description="Bytes of the weights; reported, not enforced.")
+    weight_bytes: int = Field(default=0, ge=0, description="Bytes of the weights in memory; reported, not enforced.")
     kv_budget_bytes: int = Field(
         default=64 * 2**20, gt=0, description="Bytes of KV all sessions of a replica may hold."
     )
@@ -214,6 +214,11 @@ class ModelSettings(Section):
         default="exact",
         description="Which KV later prompts of the same tenant begin with. `exact`: only what gives the same bits as "
         "computing it. `all`: that of generated tokens, too. `off`: none.",
+    )
+    exact: bool = Field(
+        default=True,
+        description="`numpy`: a generation's tokens do not depend on what else is in the batch, to the bit. `false`: "
+        "plain products, a little faster for few generations; promises of the same bytes do not hold then.",
     )
     scratch_bytes_per_session: int = Field(
         default=2**20, gt=0, description="Bytes of working memory counted for each active generation."

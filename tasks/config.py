@@ -54,6 +54,7 @@ SHIPPED_MODELS: Mapping[str, Mapping[str, Any]] = {
         "backend": "numpy",
         "source": "smollm2-135m-instruct",
         "target_inflight": 8,
+        "weight_bytes": 538_060_032,
         "kv_budget_bytes": 2 * 2**30,
         "scratch_budget_bytes": 64 * 2**20,
         "max_active_sessions": 64,
@@ -67,6 +68,7 @@ SHIPPED_MODELS: Mapping[str, Mapping[str, Any]] = {
         "enabled": False,
         "target_inflight": 8,
         "kept_prefixes": 4,
+        "weight_bytes": 91_726_912,
         "kv_budget_bytes": 2**30,
     },
 }

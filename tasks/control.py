@@ -2,7 +2,7 @@
 
 celery -A tasks inspect generations        running generations: id, model, tokens so far, age
 celery -A tasks inspect ranks              the models this worker serves, and their state
-celery -A tasks inspect engine             telemetry of each batching loop
+celery -A tasks inspect engine             figures of each model's batching loop (docs/metrics.md)
 celery -A tasks control drain              finish what runs, hand back the rest, and exit
 celery -A tasks control revoke ID          cancel a generation, running or queued (overrides Celery's own)
 celery -A tasks control terminate SIG ID   the same, whatever the signal
@@ -50,7 +50,7 @@ def ranks(state: Any) -> list[dict[str, Any]]:
 
 @inspect_command()
 def engine(state: Any) -> dict[str, Any]:
-    """Telemetry of each model's batching loop."""
+    """Figures of each model's batching loop, as of now."""
     return _host(state).engine()
 
 

@@ -11,9 +11,10 @@ import json
 import os
 import platform
 import shutil
+import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ from pool.errors import ConfigurationError, StateUnavailable
 from pool.store.connection import connect, state_errors
 from pool.store.jobs import JobStore
 from pool.store.memory import FULL_SHARE, memory_of
-from pool.store.ranks import RankRegistry
+from pool.store.ranks import Rank, RankRegistry
 from pool.store.server_binary import find_binary
 from tasks.api_keys import KeyRing, check_exposed
 from tasks.config import Settings, model_cache, state_folder, state_url
 from tasks.launch import claim_port, enabled_models
+from tasks.machine_memory import available_bytes, fit
 from tasks.own_runtime import state_server_hint
 
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
@@ -63,8 +65,9 @@ def examine(
 ) -> Iterator[Finding]:
     """All findings, as they are made. `clock`: this machine's, in seconds since 1970."""
     yield from _versions()
-    yield from _state(settings, clock)
+    ranks = yield from _state(settings, clock)
     yield from _models(settings, weights_fault)
+    yield from _budgets(settings, ranks)
     yield _port(settings)
     yield _keys(settings)
     yield from _folders(settings)
@@ -102,7 +105,9 @@ def _requirement(requirement: Requirement) -> Finding:
 # --- the state server
 
 
-def _state(settings: Settings, clock: Callable[[], float]) -> Iterator[Finding]:
+def _state(settings: Settings, clock: Callable[[], float]) -> Generator[Finding, None, list[Rank]]:
+    """Also the live ranks of enabled models."""
+    ranks: list[Rank] = []
     if not settings.state.url:
         yield _program()
     hint = state_server_hint(settings)
@@ -110,7 +115,7 @@ def _state(settings: Settings, clock: Callable[[], float]) -> Iterator[Finding]:
         remedy = "Check state.url and that server." if settings.state.url else "Run: genpool up"
         yield Finding("state server", FAILED, hint, remedy)
         yield Finding("workers", SKIPPED, "the state server does not answer")
-        return
+        return ranks
     client = connect(state_url(settings), max_connections=1, timeout_s=PROBE_TIMEOUT_S)
     try:
         with state_errors():
@@ -122,11 +127,14 @@ def _state(settings: Settings, clock: Callable[[], float]) -> Iterator[Finding]:
         yield _memory(client)
         yield _clock_offset(client, clock)
         for model in enabled_models(settings):
-            yield _served(client, model)
+            live = RankRegistry(client, model).live()
+            ranks += live
+            yield _served(model, live)
     except StateUnavailable as error:
         yield Finding("state server", FAILED, error.message, "Look into the state server's log.")
     finally:
         client.connection_pool.disconnect()
+    return ranks
 
 
 def _program() -> Finding:
@@ -194,8 +202,7 @@ def _clock_offset(client: Any, clock: Callable[[], float]) -> Finding:
     return Finding("clock", OK, detail)
 
 
-def _served(client: Any, model: str) -> Finding:
-    ranks = RankRegistry(client, model).live()
+def _served(model: str, ranks: list[Rank]) -> Finding:
     if not ranks:
         return Finding(f"worker {model}", FAILED, "no live worker", f"Run: genpool up, or: genpool worker {model}")
     return Finding(f"worker {model}", OK, ", ".join(sorted(rank.id for rank in ranks)))
@@ -214,6 +221,29 @@ def _models(settings: Settings, weights_fault: WeightsFault) -> Iterator[Finding
             yield Finding(f"model {name}", FAILED, fault, f"Run: genpool models pull {name}, or check its source.")
     if any(settings.models[name].backend == "llama_cpp" for name in enabled_models(settings)):
         yield _llama_cpp()
+
+
+def _budgets(settings: Settings, ranks: list[Rank]) -> Iterator[Finding]:
+    """Whether this machine has the memory for a worker of each model; what its workers have counts as theirs."""
+    here = {rank.pid for rank in ranks if rank.host == socket.gethostname()}
+    available = available_bytes(here)
+    if available is None:
+        yield Finding("memory", SKIPPED, "this machine does not say what is available")
+        return
+    models = {name: settings.models[name] for name in enabled_models(settings)}
+    for name, found in fit(models.items(), available).items():
+        weights = "" if models[name].weight_bytes else "; weights are not counted, weight_bytes is 0"
+        detail = f"budgets take {_mib(found.needed_bytes)} of {_mib(found.left_bytes)}{weights}"
+        if found.fits:
+            yield Finding(f"memory of {name}", OK, detail)
+        else:
+            field = f"models.{name}.{found.field}"
+            most = f" to {found.most_bytes} at most" if found.most_bytes > 0 else ", or disable a model"
+            yield Finding(f"memory of {name}", FAILED, detail, f"Lower {field}{most}.")
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.0f} MiB"
 
 
 def _llama_cpp() -> Finding:

@@ -147,9 +147,7 @@ class Engine(Protocol):
         """
         ...
 
-    def release(
-        self, session: str, epoch: int, *, tokens: TokenIds | None = None, scope: str = "", holder: str = ""
-    ) -> None:
+    def release(self, session: str, epoch: int, *, tokens: TokenIds | None = None, holder: str = "") -> None:
         """Forget the session. Idempotent; another epoch's KV is untouched.
 
         What was prefilled of its prompt may stay for later sessions to begin with, while there is room. `tokens`, where
@@ -168,7 +166,8 @@ class Engine(Protocol):
 
     def restore(self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = "") -> bool:
         """Begin a session with a snapshot of it, with room for `positions`; it holds what it held then. False:
-        unsupported, damaged, of another fingerprint, or no room now; nothing has happened."""
+        unsupported, damaged, of another fingerprint or prompt, or no room now; nothing has happened. Raises ValueError
+        for a session that has begun."""
         ...
 
     def kv_usage(self) -> KVUsage: ...

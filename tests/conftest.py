@@ -6,7 +6,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np  # noqa: F401 - its BLAS must be loaded when it is limited
 import pytest
+from threadpoolctl import threadpool_limits
 
 from pool.store.connection import Client, connect
 from pool.store.server import StateServer
@@ -20,8 +22,11 @@ LASTING = (":queue", ":card", ":sweep", ":tally", ":totals")
 
 
 def pytest_configure() -> None:
-    """A suite that is started in the background inherits "ignore interrupts", and so would all that its tests start:
-    they send interrupts, as a terminal does."""
+    """One BLAS thread, as in a worker: BLAS's own threads spin, and where several processes do, none gets on.
+
+    A suite that is started in the background inherits "ignore interrupts", and so would all that its tests start: they
+    send interrupts, as a terminal does."""
+    threadpool_limits(limits=1, user_api="blas")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -134,10 +134,10 @@ class Part:
 class System:
     """One state server, `apis` nodes and `workers` worker processes; nothing runs until `start` or a part's own.
 
-    `sections` add to or replace SECTIONS, `models` entries of `[models.NAME]`. `binary` is the state server's program
-    (None: as genpool finds it), `appendfsync` and `server_args` its options, `gunicorn` those of the nodes. `delay_ms`
-    is the time of a scripted step, `context_tokens` what a scripted session holds, `key` what the system's own client
-    sends.
+    `sections` add to or replace SECTIONS, `models` entries of `[models.NAME]`, other names included. `binary` is the
+    state server's program (None: as genpool finds it), `appendfsync` and `server_args` its options, `gunicorn` those of
+    the nodes. `delay_ms` is the time of a scripted step, `context_tokens` what a scripted session holds, `key` what the
+    system's own client sends.
     """
 
     def __init__(
@@ -172,6 +172,7 @@ class System:
             SCRIPTED: {"source": "random:1", "target_inflight": 8, **ROOMY, **(models or {}).get(SCRIPTED, {})},
             TINY: {"source": "random:7", "target_inflight": 8, **ROOMY, **(models or {}).get(TINY, {})},
         }
+        self._models |= {name: dict(fields) for name, fields in (models or {}).items() if name not in self._models}
         self.settings: Settings = load_configuration(self.config(self.url, "client"), environ={}).settings
         self.http = httpx.Client(timeout=30, headers={"Authorization": f"Bearer {key}"} if key else {})
         self.jobs = JobClient(self.settings)
@@ -420,7 +421,7 @@ class System:
         fresh = self.submit("say x", max_output_tokens=1)
         assert self.ended(fresh, timeout_s=10).outputs[0].text == "x"
         for job in self.accepted:
-            assert self.record(job).terminal, f"{job} has not ended"
+            self.ended(job, timeout_s=10)
         self.assert_at_rest()
         with self.client() as client:
             assert client.xlen(self.keys().dead) == dead

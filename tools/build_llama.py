@@ -32,18 +32,19 @@ COMPILERS = ("c++", "g++", "clang++")
 
 def main() -> None:
     """Install what the extra `llama` asks for, from the cache if it is there."""
-    requirement = _requirement()
-    if _installed(requirement):
+    wanted = requirement()
+    if _installed(wanted):
         return
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time; who waited finds its wheel
-        wheel = _cached(folder, requirement) or _build(folder, requirement)
+        wheel = _cached(folder, wanted) or _build(folder, wanted)
     _pip("install", "--quiet", str(wheel))
 
 
-def _requirement() -> Requirement:
+def requirement() -> Requirement:
+    """What the extra `llama` asks for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (text,) = project["optional-dependencies"]["llama"]
     return Requirement(text)
@@ -60,11 +61,11 @@ def _folder() -> Path:
     """Where wheels for this processor and these arguments are kept."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = cache if cache.is_absolute() else Path.home() / ".cache"
-    kind = " ".join([_processor(), *_build_variables().values()])
+    kind = " ".join([processor(), *build_variables().values()])
     return base / "genpool" / "wheels" / f"llama-{hashlib.sha256(kind.encode()).hexdigest()[:16]}"
 
 
-def _processor() -> str:
+def processor() -> str:
     """What tells this kind of processor from others: its instruction sets where the system names them."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.is_file() else []
@@ -72,10 +73,10 @@ def _processor() -> str:
     return " ".join([platform.system(), platform.machine(), platform.processor(), *flags[:1]])
 
 
-def _build_variables() -> dict[str, str]:
-    """What the build is told, the caller's own variables first."""
+def build_variables() -> dict[str, str]:
+    """What every build of llama.cpp is told, the caller's own variables first."""
     variables = {"CMAKE_ARGS": os.environ.get("CMAKE_ARGS", CMAKE_ARGS)}
-    if " amx" in _processor():
+    if " amx" in processor():
         variables |= {name: f"{WITHOUT_AMX} {os.environ.get(name, '')}".strip() for name in ("CFLAGS", "CXXFLAGS")}
     return variables
 
@@ -102,7 +103,7 @@ def _build(folder: Path, requirement: Requirement) -> Path:
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as part:
         # pip's own cache knows nothing of the arguments.
         options = ("--no-deps", "--no-cache-dir", "--wheel-dir", part)
-        _pip("wheel", *options, str(requirement), env={**os.environ, **_build_variables()})
+        _pip("wheel", *options, str(requirement), env={**os.environ, **build_variables()})
         (built,) = Path(part).glob("*.whl")
         return built.replace(folder / built.name)
 

@@ -1,7 +1,8 @@
 """The families of /metrics that are read from the state server at scrape time: the same on every node and process.
 
 Gauges are looked up, counters are sums that the server itself keeps (`pool.store.totals`), so neither a killed process
-nor a restarted node changes them. Labels are bounded: models of the catalogue, states, known codes and reasons.
+nor a restarted node changes them. What ranks tell of themselves is in `webapp.engine_metrics`. Labels are bounded:
+models of the catalogue, states, known codes and reasons.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pool.errors import StateUnavailable
 from pool.store.memory import Memory, memory_of
 from pool.store.ranks import Rank, RankRegistry
 from pool.store.totals import BOUNDS_MS, Histogram, Survey, surveys
+from webapp.engine_metrics import OTHER, engine_families
 from webapp.node import Node
 
 #: Codes of failed jobs that are shown; another one is `other`.
@@ -23,7 +25,6 @@ CODES = (
     "context_length_exceeded", "deadline_exceeded", "engine_error", "generation_failed", "input_lost",
     "invalid_request", "kv_budget_exceeded", "poison", "queue_timeout", "run_timeout",
 )  # fmt: skip
-OTHER = "other"
 
 
 class StateCollector(Collector):
@@ -44,7 +45,8 @@ class StateCollector(Collector):
             up.add_metric([], 0)
             return [up]
         up.add_metric([], 1)
-        return [up, *_memory(memory), *_held(found), *_ranks(ranks), *_passed(found), *_times(found)]
+        state = (*_memory(memory), *_held(found), *_ranks(ranks), *_passed(found), *_times(found))
+        return [up, *state, *engine_families(ranks)]
 
 
 def _memory(memory: Memory) -> Iterable[Metric]:

@@ -84,18 +84,19 @@ class Host:
     # -- control commands --------------------------------------------------------------------------------------------
 
     def generations(self) -> list[dict[str, Any]]:
-        """Running generations of all ranks."""
-        return [generation for rank in list(self._ranks.values()) for generation in rank.generations()]
+        """Running generations of all ranks, those that are being drained included."""
+        return [generation for rank in self._all_ranks() for generation in rank.generations()]
 
     def ranks(self) -> list[dict[str, Any]]:
         """State of each rank."""
         names = ("model", "rank", "state", "last_error", "configured_target_inflight", "effective_target_inflight",
                  "runtime_inflight", "queue_depth")  # fmt: skip
-        return [{name: fact for name, fact in rank.facts().items() if name in names} for rank in self._ranks.values()]
+        return [{name: fact for name, fact in rank.facts().items() if name in names} for rank in self._all_ranks()]
 
     def engine(self) -> dict[str, Any]:
-        """Telemetry by model."""
-        return {model: rank.facts() for model, rank in list(self._ranks.items())}
+        """What each model's heartbeat tells, as of now. Reads figures that the engine's thread writes, and waits for
+        nothing: a step may hang."""
+        return {rank.model: rank.facts() for rank in self._all_ranks()}
 
     def drain(self) -> None:
         """Drain in the background, answering control commands meanwhile, then let the worker exit."""
@@ -173,7 +174,9 @@ class Host:
                 self._begin(model)
 
     def _all_ranks(self) -> list[Rank]:
-        return [*list(self._ranks.values()), *(rank for rank, _ in list(self._leaving.values()))]
+        # A rank that leaves is in both for a moment, and never in none.
+        serving = list(self._ranks.values())
+        return list(dict.fromkeys([*serving, *(rank for rank, _ in list(self._leaving.values()))]))
 
     def _end_if_stalled(self) -> None:
         for rank in self._all_ranks():

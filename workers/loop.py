@@ -11,13 +11,13 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pool.errors import InvalidRequest, QueueFull, Refused
 from pool.rules.admission import Budgets, Decision, Reason, Request, Usage, decide
-from pool.rules.batching import completion_guard
+from pool.rules.batching import completion_guard, most_chunks
 from tasks.ports import Engine, Event, EventSink, Generation, RunnerCapacity, Stopped
 from workers.residence import PrefixReuse, Residence
 from workers.scheduler import Key, Scheduler, Tick
@@ -71,8 +71,9 @@ class BatchingLoop:
         self.limit = limit
         usage = engine.kv_usage()
         self.figures = Telemetry(budgets, engine.bytes_per_token, usage, clock)
-        self._kv_positions = usage.total
-        self._most = min(engine.capability().max_sessions, budgets.active_cap)
+        can = engine.capability()
+        self._kv_positions = min(usage.total, can.max_positions)
+        self._most = min(can.max_sessions, budgets.active_cap)
         residence = Residence(engine, overcommit=budgets.kv_overcommit, reuse=reuse)
         self._scheduler = Scheduler(engine, residence, self.figures, slots=self.effective_limit())
         self._inbox: deque[_Submitted | _Stop | _Unpin] = deque()
@@ -200,6 +201,7 @@ class BatchingLoop:
         left = self._scheduler.generations()
         for generation in left:
             self._scheduler.stop((generation.job, generation.attempt), None)
+        self._scheduler.unpin_all()
         self._account(self._scheduler.report())
         self.figures.see(self.engine.kv_usage())
         return left
@@ -265,19 +267,25 @@ class BatchingLoop:
         """Raises IntegrityError when books contradict each other. For the engine's thread."""
         self._scheduler.check_integrity()
 
-    def run_to_completion(self) -> list[Event]:
-        """Tick until all that was submitted has ended; for a loop without a thread. Returns the events.
+    def run_to_completion(self, after_tick: Callable[[Sequence[Event]], None] | None = None) -> list[Event]:
+        """Tick until all that was submitted has ended; for a loop without a thread. Returns the events. `after_tick`
+        sees each tick's, and may cancel.
 
         Raises RuntimeError, with the number of sessions that are pending, after more ticks than it can honestly take.
         """
         self._read_mail()
         live = self._scheduler.live()
         new_tokens = sum(session.generation.max_tokens for session in live)
-        guard = completion_guard(new_tokens, self._scheduler.active, len(live) - self._scheduler.active)
+        prompts = [session.prompt_tokens for session in live]
+        chunks = most_chunks(prompts, self.budgets.max_prefill_tokens_per_tick, self.engine.prefill_grid)
+        guard = completion_guard(new_tokens + chunks, self._scheduler.active, len(live) - self._scheduler.active)
         events: list[Event] = []
         for _ in range(guard):
             if not self._in_flight:
                 self.check_integrity()
                 return events
-            events += self.tick().events
+            told = self.tick().events
+            events += told
+            if after_tick is not None:
+                after_tick(told)
         raise RuntimeError(f"{self._in_flight} sessions are still pending after {guard} ticks")

@@ -4,7 +4,7 @@ The engine's thread drops events here and never waits for the network. The outle
 in one round trip, hints to waiting nodes, renews leases, and tells the runner to drop what is no longer ours.
 
 Flush policy: a job's first token and its end at once; tokens of a job that somebody follows at once too, but no more
-often than a hundred times a second; else every `flush_idle_ms`.
+often than a hundred times a second, or four hundred times where no other is followed; else every `flush_idle_ms`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ log = logging.getLogger("genpool.outlet")
 #: Tokens that may wait to be stored before the runner pauses: when the state server is away, it does not run ahead for
 #: ever.
 CONGESTION_TOKENS = 8192
-#: Between two writes of a job that somebody follows. No reader notices, and a fast engine with many readers would spend
-#: more on telling than on generating.
+#: Between two writes of a job that somebody follows: so long for each such job there is, and never longer than the
+#: second. No reader notices, and a fast engine with many readers would spend more on telling than on generating.
+FOLLOWED_EACH_S = 0.0025
 FOLLOWED_S = 0.01
 #: After a failed round trip; well under half a lease, so that a short outage costs no lease.
 RETRY_S = 0.2
@@ -44,6 +45,11 @@ RETRY_S = 0.2
 HAND_BACK_LEASES = 2
 
 STATE_ERRORS = (redis.exceptions.RedisError, StateUnavailable, OSError)
+
+
+def spacing_s(followed: int) -> float:
+    """Between two writes of a job that somebody follows, where so many are."""
+    return min(FOLLOWED_S, FOLLOWED_EACH_S * followed)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,15 +97,16 @@ class Held:
             self.entries.append(LogEntry(self.next_seq, choice, ids, text, logprobs))
         self.next_seq += len(ids)
 
-    def due_s(self, idle_s: float) -> float:
-        """When it must be written; infinity while there is nothing to write."""
+    def due_s(self, idle_s: float, followed_s: float = FOLLOWED_S) -> float:
+        """When it must be written; infinity while there is nothing to write. `followed_s`: after the last write, where
+        somebody follows."""
         if self.ending is not None:
             return 0.0
         if not self.entries:
             return math.inf
         if not self.flushed:
             return 0.0
-        return self.written_s + FOLLOWED_S if self.followed else self.oldest_s + idle_s
+        return self.written_s + followed_s if self.followed else self.oldest_s + idle_s
 
     def write(self) -> Write:
         """All that is not yet stored."""
@@ -284,8 +291,13 @@ class Outlet:
 
     def _pause_s(self) -> float:
         now_s = time.monotonic()
-        due_s = [held.due_s(self._flush_idle_s) for held in list(self._held.values())]
+        due_s = self._due_s(list(self._held.values()))
         return max(0.0, min([self._next_renew_s, *due_s]) - now_s)
+
+    def _due_s(self, jobs: Sequence[Held]) -> list[float]:
+        """When each must be written."""
+        followed_s = spacing_s(sum(held.followed for held in jobs))
+        return [held.due_s(self._flush_idle_s, followed_s) for held in jobs]
 
     def _gather(self) -> None:
         now_s = time.monotonic()
@@ -307,10 +319,11 @@ class Outlet:
 
     def _flush(self, everything: bool) -> None:
         now_s = time.monotonic()
+        jobs = list(self._held.values())
         due = [
             held
-            for held in list(self._held.values())
-            if held.due_s(self._flush_idle_s) <= now_s or (everything and held.entries)
+            for held, due_s in zip(jobs, self._due_s(jobs), strict=True)
+            if due_s <= now_s or (everything and held.entries)
         ]
         for start in range(0, len(due), BATCH):
             part = due[start : start + BATCH]

@@ -39,6 +39,8 @@ LOADING, LOADED, DRAINING, FAILED, STOPPED = "loading", "loaded", "draining", "f
 
 #: How long the registrar waits for a hint before it looks at the time.
 LISTEN_S = 0.5
+#: What is told of why a model could not be loaded.
+MAX_ERROR_CHARS = 500
 
 OnBegun = Callable[[Handout, str], None]
 OnLeft = Callable[[Handout, str, Ending | None], None]
@@ -96,7 +98,7 @@ class Rank:
             self._open()
         except BaseException as error:
             self.state = FAILED
-            self.error = f"{type(error).__name__}: {error}"
+            self.error = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
             raise
         self.state = LOADED
         self._beat()

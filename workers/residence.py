@@ -79,7 +79,7 @@ class Residence:
 
     def leave(self, session: Session, *, sound: bool = True) -> None:
         """The session has ended. `sound`: what it holds may be found by others, as far as the settings allow."""
-        holder = session.generation.holder if sound else ""
+        holder = session.generation.holder if sound and self._reuse != "off" else ""
         if holder:
             self._holders.pop(holder, None)
             self._holders[holder] = None
@@ -98,7 +98,7 @@ class Residence:
         keep = keep and self._keeps_output and session.held > 0
         tokens = session.known(session.held) if keep else None
         try:
-            self._engine.release(session.id, session.attempt, tokens=tokens, scope=self._scope(session), holder=holder)
+            self._engine.release(session.id, session.attempt, tokens=tokens, holder=holder)
         except Exception as error:  # noqa: BLE001 - the session leaves all the same; an idle moment checks the books
             log.error("releasing a session's KV failed: %s", type(error).__name__)
 

@@ -120,8 +120,13 @@ class Scheduler:
         self._slots = slots
 
     def submit(self, generation: Generation, *, queued: bool) -> None:
-        """Take a job; `queued`: its sessions count as queued until they are active."""
-        job = Job.of(generation, self._engine.vocabulary, self._eos_ids, self._arrivals)
+        """Take a job; `queued`: its sessions count as queued until they are active. One whose log is not of this model
+        fails by name."""
+        try:
+            job = Job.of(generation, self._engine.vocabulary, self._eos_ids, self._arrivals)
+        except Exception as error:  # noqa: BLE001 - one job's log must not end the loop
+            self._refuse(generation, f"Its log cannot be read: {type(error).__name__}.", queued=queued)
+            return
         self._arrivals += generation.n
         self._jobs[job.key] = job
         for session in job.sessions:
@@ -132,6 +137,14 @@ class Scheduler:
                 self._residence.forget(session)
                 self._waiting.append(session)
         self._stirred = True
+
+    def _refuse(self, generation: Generation, message: str, *, queued: bool) -> None:
+        """A job that has no sessions fails."""
+        self._telemetry.failed_sessions += generation.n
+        self._report.left += generation.n
+        self._report.unqueued += generation.n * queued
+        self._report.ended.append((generation.job, generation.attempt))
+        self._report.events.append(Failed(generation.job, generation.attempt, "engine_error", message))
 
     def stop(self, key: Key, how: Stopped | None) -> None:
         """End a job without any event; it counts as `how` says, if at all. Unknown ones are ignored."""
@@ -144,6 +157,11 @@ class Scheduler:
         """Nothing is kept for this holder any more."""
         self._residence.unpin(holder)
         self._stirred = True
+
+    def unpin_all(self) -> None:
+        """Nothing is kept for any holder any more."""
+        while self._residence.make_way():
+            pass
 
     def tick(self) -> Tick:
         """One turn; what it did."""
@@ -196,6 +214,8 @@ class Scheduler:
         try:
             entered = self._residence.enter(session)
         except Exception as error:  # noqa: BLE001 - whatever an engine raises must not end the loop
+            # It may have begun all the same.
+            self._residence.leave(session, sound=False)
             self._fail(session, f"The engine failed: {type(error).__name__}.")
             return False
         if entered:
@@ -366,7 +386,8 @@ class Scheduler:
 
     def _advance(self, session: Session, member: Member, result: StepLogits, now_s: float) -> None:
         session.held += len(member.tokens)
-        session.misses = 0
+        if session.held > session.furthest:
+            session.furthest, session.misses = session.held, 0
         if session.phase is Phase.PREFILLING:
             self._telemetry.prefilled(len(member.tokens), now_s)
         if member.wants_logits and not self._draw(session, result, now_s):

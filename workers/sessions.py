@@ -53,7 +53,8 @@ class Session:
     queued: bool = False
     #: How often others passed it at the head of the queue.
     passed: int = 0
-    #: Steps in a row that found its KV gone.
+    #: The most positions it has held, and how many steps have found its KV gone since it got that far.
+    furthest: int = 0
     misses: int = 0
     last_token_s: float | None = None
     output: list[int] = field(default_factory=list)
@@ -121,12 +122,12 @@ class Session:
 
     def take(self, token: int) -> str:
         """Append a token, decide whether the choice has ended, and return the text that became safe to show. That of a
-        stop token is not shown, as that of a stop string is not."""
+        token that ends it is not shown, as that of a stop string is not."""
         self.output.append(token)
         sampling = self.generation.sampling
-        stops = token in self.stop_ids
-        piece = "" if stops else self.text.push(token)
-        if stops or self.text.stopped or (token in self.eos_ids and not sampling.ignore_eos):
+        ends = token in self.stop_ids or (token in self.eos_ids and not sampling.ignore_eos)
+        piece = "" if ends else self.text.push(token, may_stop=len(self.output) > sampling.min_tokens)
+        if ends or self.text.stopped:
             self.finish_reason = "stop"
         elif len(self.output) >= self.generation.max_tokens:
             self.finish_reason = "length"

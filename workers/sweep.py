@@ -2,14 +2,18 @@
 it changes no token.
 
 Without a budget of its own, a level has room for all requests at once, so that nothing is given up and only the
-concurrency differs. Exact figures, but for no time: they are the same on every machine.
+concurrency differs. Figures are exact, and of no time: they are the same on every machine.
+
+Levels may be disturbed: by sessions that give way to each other or are cancelled, by prompts cut in pieces. Then the
+lowest level also runs undisturbed, and its tokens are what all are compared with.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -29,6 +33,9 @@ _MIB = 2**20
 
 #: Loads the engine anew, with room for so many positions of KV.
 Load = Callable[[int], Engine]
+#: Token ids by request and choice.
+Outputs = list[list[list[int]]]
+_NO_CANCELS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +55,19 @@ class Level:
     rejected_admissions: int
     cache_misses: int
     preemptions: int
+    cancelled: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """`reference_outputs`: token ids by request and choice at the lowest level; `corruption_free`: every level gave
-    those; `saturation_concurrency`: the last level at which batches still became fuller."""
+    """`reference_outputs`: token ids by request and choice at the lowest level, undisturbed; `corruption_free`: every
+    level gave those, of a request that was cancelled the first ones; `saturation_concurrency`: the last level at which
+    batches still became fuller."""
 
     results: tuple[Level, ...]
     saturation_concurrency: int
     corruption_free: bool
-    reference_outputs: list[list[list[int]]]
+    reference_outputs: Outputs
 
     def as_json(self) -> str:
         """Schema version 1."""
@@ -73,39 +82,34 @@ def sweep(
     kv_positions: int | None = None,
     kv_overcommit: float = 1.0,
     max_prefill_tokens_per_tick: int | None = None,
+    cancels: Mapping[str, int] = _NO_CANCELS,
 ) -> Sweep:
-    """Run `requests` at each of `levels`. By default the KV has room for all, a tick for the longest prompt.
+    """Run `requests` at each of `levels`. By default the KV has room for all, a tick for the longest prompt. `cancels`:
+    after how many tokens which jobs are cancelled, at every level.
 
-    Raises InvalidRequest for bad levels, no requests, and a request that is refused; GenerationFailed when one fails.
+    Raises InvalidRequest for bad levels, no requests, cancels that are none, and a request that is refused;
+    GenerationFailed when one fails.
     """
-    _check(levels, requests)
+    _check(levels, requests, cancels)
     longest = max(len(request.prompt) for request in requests)
     choices = sum(request.n for request in requests)
-    budgets = Budgets(
-        max_queue_depth=choices,
+    budgets = Budgets(max_queue_depth=choices, max_prefill_tokens_per_tick=longest)
+    room = sum(map(_final_positions, requests))
+    chosen = replace(
+        budgets,
         max_prefill_tokens_per_tick=max_prefill_tokens_per_tick or longest,
         kv_overcommit=kv_overcommit,
     )
-    positions = kv_positions or sum(map(_final_positions, requests))
-    results: list[Level] = []
-    outputs: list[list[list[list[int]]]] = []
-    for level in levels:
-        engine = load(positions)
-        try:
-            loop = BatchingLoop(engine, _at(budgets, level), level)
-            if loop.effective_limit() < level:
-                raise InvalidRequest(
-                    f"The engine runs {loop.effective_limit()} sessions at once, not {level}.", param="levels"
-                )
-            outputs.append(_run(loop, requests))
-            results.append(_level(loop, level))
-        finally:
-            engine.close()
+    runs = [_run(load(kv_positions or room), _at(chosen, level), requests, cancels) for level in levels]
+    results = tuple(result for result, _ in runs)
+    disturbed = bool(cancels or kv_positions or max_prefill_tokens_per_tick)
+    reference = _run(load(room), _at(budgets, levels[0]), requests, _NO_CANCELS)[1] if disturbed else runs[0][1]
+    expected = _cut(reference, requests, cancels)
     return Sweep(
-        tuple(results),
+        results,
         saturation([(result.concurrency, result.avg_batch_occupancy) for result in results]),
-        all(output == outputs[0] for output in outputs),
-        outputs[0],
+        all(outputs == expected for _, outputs in runs),
+        reference,
     )
 
 
@@ -127,11 +131,11 @@ def mixed_requests(
     max_tokens: int,
     seed: int,
 ) -> list[Generation]:
-    """Prompts of random ordinary tokens, their lengths spread evenly over the range; every other one is greedy, the
-    rest draw with seeds. All end at `max_tokens`."""
+    """Prompts of random ordinary tokens, each about as many times longer than the next shorter one, over the range;
+    every other one is greedy, the rest draw with seeds. All end at `max_tokens`."""
     draw = np.random.default_rng(seed)
     ordinary = np.array([token for token in range(vocabulary.size) if vocabulary.token_bytes(token)], np.int32)
-    lengths = np.linspace(shortest, longest, count).round().astype(int)
+    lengths = np.geomspace(shortest, longest, count).round().astype(int)
     draw.shuffle(lengths)
     return [
         Generation(
@@ -146,12 +150,31 @@ def mixed_requests(
     ]
 
 
-def _check(levels: Sequence[int], requests: Sequence[Generation]) -> None:
+def some_cancels(requests: Sequence[Generation], count: int, *, seed: int) -> dict[str, int]:
+    """`count` of the requests, each to be cancelled after some of its tokens, not all.
+
+    Raises InvalidRequest when there are fewer.
+    """
+    able = [request for request in requests if request.max_tokens > 1]
+    if count > len(able):
+        raise InvalidRequest(
+            f"{count} of {len(requests)} requests are to be cancelled between two of their tokens; {len(able)} can be.",
+            param="cancels",
+        )
+    draw = np.random.default_rng(seed)
+    chosen = draw.choice(len(able), count, replace=False)
+    return {able[index].job: int(draw.integers(1, able[index].max_tokens)) for index in chosen}
+
+
+def _check(levels: Sequence[int], requests: Sequence[Generation], cancels: Mapping[str, int]) -> None:
     whole = all(isinstance(level, int) and not isinstance(level, bool) and level >= 1 for level in levels)
     if not levels or not whole or list(levels) != sorted(set(levels)):
         raise InvalidRequest("Levels are whole numbers >= 1, each once, in ascending order.", param="levels")
     if not requests:
         raise InvalidRequest("A sweep needs requests.", param="requests")
+    single = {request.job for request in requests if request.n == 1}
+    if not cancels.keys() <= single or any(tokens < 1 for tokens in cancels.values()):
+        raise InvalidRequest("Cancels are of requests with one choice, after one token or more.", param="cancels")
 
 
 def _final_positions(request: Generation) -> int:
@@ -169,15 +192,45 @@ def _at(budgets: Budgets, level: int) -> Budgets:
     )
 
 
-def _run(loop: BatchingLoop, requests: Sequence[Generation]) -> list[list[list[int]]]:
-    """Token ids by request and choice."""
+def _cut(outputs: Outputs, requests: Sequence[Generation], cancels: Mapping[str, int]) -> Outputs:
+    """What there would be of these outputs with the cancels."""
+    return [
+        [tokens[: cancels.get(request.job)] for tokens in choices]
+        for request, choices in zip(requests, outputs, strict=True)
+    ]
+
+
+def _run(
+    engine: Engine, budgets: Budgets, requests: Sequence[Generation], cancels: Mapping[str, int]
+) -> tuple[Level, Outputs]:
+    """One level; the engine is closed then."""
+    level = budgets.max_active_sessions
+    try:
+        loop = BatchingLoop(engine, budgets, level)
+        if loop.effective_limit() < level:
+            raise InvalidRequest(
+                f"The engine runs {loop.effective_limit()} sessions at once, not {level}.", param="levels"
+            )
+        outputs = _generate(loop, requests, cancels)
+        return _level(loop, level), outputs
+    finally:
+        engine.close()
+
+
+def _generate(loop: BatchingLoop, requests: Sequence[Generation], cancels: Mapping[str, int]) -> Outputs:
     for request in requests:
         decision = loop.admit(request)
         if not decision.accepted:
             raise InvalidRequest(f"{request.job} was refused ({decision.reason}): {decision.detail}.", param="requests")
     outputs: dict[tuple[str, int], list[int]] = {}
-    for event in loop.run_to_completion():
-        _collect(event, outputs)
+
+    def after_tick(events: Sequence[Event]) -> None:
+        for event in events:
+            _collect(event, outputs)
+            if event.job in cancels and len(outputs[event.job, 0]) == cancels[event.job]:
+                loop.cancel(event.job, event.attempt)
+
+    loop.run_to_completion(after_tick)
     return [[outputs.get((request.job, choice), []) for choice in range(request.n)] for request in requests]
 
 
@@ -204,4 +257,5 @@ def _level(loop: BatchingLoop, concurrency: int) -> Level:
         rejected_admissions=figures.rejected.total(),
         cache_misses=figures.cache_misses,
         preemptions=figures.preempted,
+        cancelled=figures.cancelled_sessions,
     )

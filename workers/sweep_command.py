@@ -12,7 +12,7 @@ from pool.errors import InvalidRequest
 from pool.settings import ModelSettings
 from tasks.ports import Engine
 from workers.engines import load_engine
-from workers.sweep import Level, Sweep, mixed_requests, sweep
+from workers.sweep import Level, Sweep, mixed_requests, some_cancels, sweep
 
 _RANGE = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?")
 
@@ -29,6 +29,7 @@ class SweepOptions:
     kv_tokens: int | None = None
     overcommit: float = 1.0
     prefill_tokens: int | None = None
+    cancels: int = 0
 
 
 def sweep_model(name: str, model: ModelSettings, weights: Path | None, options: SweepOptions) -> Sweep:
@@ -65,6 +66,7 @@ def sweep_model(name: str, model: ModelSettings, weights: Path | None, options: 
             kv_positions=options.kv_tokens,
             kv_overcommit=options.overcommit,
             max_prefill_tokens_per_tick=options.prefill_tokens,
+            cancels=some_cancels(requests, options.cancels, seed=options.seed),
         )
 
 

@@ -145,6 +145,8 @@ class Telemetry:
         """All of it, JSON-safe; ratios and rates to 4 places."""
         budgets, usage, now_s = self.budgets, self.usage, self.clock()
         scratch = active * budgets.scratch_bytes_per_session
+        # Once, so that the total is that of its parts.
+        rejected = dict(self.rejected)
         return {
             "active_sessions": active,
             "queue_depth": waiting,
@@ -168,8 +170,8 @@ class Telemetry:
             "decode_tokens_per_sec": round(self._decode_rate.per_second(now_s), 4),
             "prompt_tokens_total": self.prompt_tokens,
             "prompt_tokens_cached_total": self.prompt_tokens_cached,
-            "rejected_admissions_total": self.rejected.total(),
-            "rejected_by_reason": dict(self.rejected),
+            "rejected_admissions_total": sum(rejected.values()),
+            "rejected_by_reason": rejected,
             "completed_sessions": self.completed_sessions,
             "cancelled_sessions": self.cancelled_sessions,
             "failed_sessions": self.failed_sessions,

@@ -30,11 +30,12 @@ class TextStream:
         """A stop string has come: nothing more will be shown."""
         return self._stopped
 
-    def push(self, token_id: int) -> str:
-        """Take one token; the text that became safe to show. Control tokens have none."""
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """Take one token; the text that became safe to show. Control tokens have none. A stop string that this token
+        completes is text like any other unless it `may_stop`."""
         if self._stopped:
             return ""
-        return self._take(self._decoder.decode(self._vocabulary.token_bytes(token_id)))
+        return self._take(self._decoder.decode(self._vocabulary.token_bytes(token_id)), may_stop=may_stop)
 
     def finish(self) -> str:
         """The rest that was withheld; bytes that never became a character are one U+FFFD. Then the stream is empty."""
@@ -46,13 +47,13 @@ class TextStream:
         self._withheld = ""
         return shown
 
-    def _take(self, text: str) -> str:
+    def _take(self, text: str, *, may_stop: bool = True) -> str:
         if not self._matchers:
             return text
         pending = self._withheld + text
         for index, character in enumerate(text, start=len(self._withheld) + 1):
             matched = max(matcher.advance(character) for matcher in self._matchers)
-            if matched:
+            if matched and may_stop:
                 self._stopped, self._withheld = True, ""
                 return pending[: index - matched]
         safe = len(pending) - max(matcher.matched for matcher in self._matchers)
@@ -81,7 +82,7 @@ class _Matcher:
             self.matched += 1
         if self.matched < len(self._text):
             return 0
-        self.matched = 0
+        self.matched = self._fallback[-1]
         return len(self._text)
 
 

@@ -110,7 +110,7 @@ class Request:
 class Usage:
     """What is in use. `slots`: sessions that may be active at once; `in_flight`: sessions taken and not ended;
     `ahead`: those that found no room when they were last looked at; `queued`: those taken into the queue that have not
-    become active; `kv_positions`: positions the engine holds in all; `is_known`: this very session and epoch is live
+    become active; `kv_positions`: positions one session may hold here; `is_known`: this very session and epoch is live
     or has ended."""
 
     slots: int
@@ -166,7 +166,7 @@ def _impossible(request: Request, budgets: Budgets, usage: Usage) -> tuple[Reaso
         return Reason.DUPLICATE, "this attempt of it is here, or has ended here"
     peak = peak_positions(request.prompt_tokens, request.max_tokens)
     if peak > usage.kv_positions:
-        return Reason.KV_BUDGET, f"it needs KV for {peak} tokens, but this rank holds {usage.kv_positions}"
+        return Reason.KV_BUDGET, f"it needs KV for {peak} tokens, but a session here holds {usage.kv_positions} at most"
     if budgets.scratch_bytes_per_session > budgets.scratch_budget_bytes:
         return (
             Reason.SCRATCH_BUDGET,

@@ -16,8 +16,8 @@ T = TypeVar("T")
 MAX_PASSES = 16
 #: How far behind such a head one looks for sessions that may pass it.
 LOOK_BEHIND = 32
-#: Steps in a row in which a session may find its KV gone before it is given up.
-MAX_MISSES = 8
+#: How often a session may find its KV gone, without having got any further, before it is given up.
+MAX_MISSES = 32
 
 
 # -- promotion --------------------------------------------------------------------------------------------------------
@@ -130,6 +130,14 @@ def exported_for(head: int, outside: Mapping[int, int], *, lacking: int) -> int 
     return max(passed) if passed and sum(passed.values()) >= lacking else None
 
 
-def completion_guard(max_new_tokens: int, active: int, queued: int) -> int:
-    """Ticks within which a loop must have ended so many sessions, of `max_new_tokens` in all; more is a bug."""
-    return 8 * (max_new_tokens + active + queued + 1)
+def most_chunks(prompts: Iterable[int], budget_tokens: int, grid: int) -> int:
+    """Ticks that prefill prompts of these lengths at most: a tick that ends none fills its budget as far as the grid
+    lets it."""
+    chunk = max(budget_tokens // grid, 1) * grid
+    return sum(-(-tokens // chunk) for tokens in prompts)
+
+
+def completion_guard(working_ticks: int, active: int, queued: int) -> int:
+    """Ticks within which a loop must have ended so many sessions; more is a bug. `working_ticks`: those that they would
+    take one after the other, a new token or a chunk of a prompt each."""
+    return 8 * (working_ticks + active + queued + 1)

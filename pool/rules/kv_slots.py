@@ -11,8 +11,8 @@ A *slot* is room for a fixed number of positions, in order from 0; an engine tha
 | free | there is nothing in it that anybody can ask for |
 
 A session begins with the longest common prefix of its prompt and of what is kept, or prefilled by a session that still
-runs; what it begins with is copied, unless nobody needs the original any more. Only sessions of the same *scope* (a
-tenant) begin with each other's KV.
+runs: with a copy of it, unless that stands in its own slot. Then all that is there is copied elsewhere first, if what
+would be cut off is worth it. Only sessions of the same *scope* (a tenant) begin with each other's KV.
 
 **Live slots come first.** llama.cpp multiplies the rows of several sequences together only when their numbers follow
 each other, so a new session takes the lowest slot that is not live, `condense` closes gaps, and what is kept makes way
@@ -50,13 +50,14 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a new session runs. What the engine does, in this order: `swaps`; copy all of the slot `source` to `slot`
-    (None: no copy); cut `slot` to its first `held` positions, those the session begins with."""
+    """Where a new session runs. What the engine does, in this order: `swaps`; copy all of `slot` to `spare`, to be kept
+    there; copy all of `source` to `slot` (None: no copy); cut `slot` to the `held` positions that it begins with."""
 
     slot: int
     held: int
     swaps: tuple[Swap, ...] = ()
     source: int | None = None
+    spare: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,9 @@ class _Content:
     findable: int = 0
     session: Key | None = None
     used: int = 0
+
+    def is_worth_copying(self, needed: int) -> bool:
+        return needed >= WORTH_TOKENS and needed * WORTH_SHARE >= len(self.tokens)
 
 
 @dataclass
@@ -118,13 +122,10 @@ class SlotPool:
         self._clock += 1
         if source is not None:
             self._contents[source].used = self._clock
+        spare = self._spare(slot, held) if source == slot else None
         self._contents[slot] = _Content(scope, prompt.copy(), held, key, self._clock)
         self._slots[key] = slot
-        return Placement(slot, held, swaps, None if source == slot else source)
-
-    def extend(self, key: Key, positions: int) -> bool:
-        """Whether the session's slot has room for so many in all."""
-        return key in self._slots and positions <= self.slot_tokens
+        return Placement(slot, held, swaps, None if source == slot else source, spare)
 
     def slot(self, key: Key) -> int:
         """Where the session runs now."""
@@ -222,7 +223,7 @@ class SlotPool:
         best_rank = (0, False, 0)
         for slot, held, content in self._candidates(prompt, scope):
             in_place = slot == lowest and slot not in pinned
-            if in_place or (held >= WORTH_TOKENS and held * WORTH_SHARE >= len(content.tokens)):
+            if in_place or content.is_worth_copying(held):
                 rank = (held, in_place, -len(content.tokens))
                 if rank > best_rank:
                     best, best_rank = (slot, held), rank
@@ -244,14 +245,23 @@ class SlotPool:
         home = self._home(source)
         if home is None:
             return None
-        if home == slot:
-            self._give_up(slot)
-            return (), source
         if home != source:
             self._give_up(home)
+        if home == slot:
+            return (), source
         swap = self._swap(slot, home)
         moved = {slot: home, home: slot}
         return (swap,), source if source is None else moved.get(source, source)
+
+    def _spare(self, slot: int, held: int) -> int | None:
+        """Where all that is kept in `slot` is copied before a session takes over its first `held` positions. None: what
+        is beyond them is not worth copying all, or nothing else can make way for it."""
+        content, home = self._contents[slot], self._home(slot)
+        if home in (None, slot) or not content.is_worth_copying(len(content.tokens) - held):
+            return None
+        self._give_up(home)
+        self._contents[home] = replace(content)
+        return home
 
     def _home(self, source: int | None) -> int | None:
         """Where what stands in the way goes: to a free slot, in place of what was unused longest (which may be itself),
@@ -260,12 +270,10 @@ class SlotPool:
         if free is not None:
             return free
         kept = self.kept().keys() - self._pinned()
-        others = kept - {source}
-        return min(others or kept, key=lambda number: self._contents[number].used, default=None)
+        return min(kept - {source} or kept, key=lambda number: self._contents[number].used, default=None)
 
     def _give_up(self, slot: int) -> None:
-        if self._contents.pop(slot, None) is not None:
-            self.evictions += 1
+        self.evictions += self._contents.pop(slot, None) is not None
 
     def _swap(self, first: int, second: int) -> Swap:
         names = {first: second, second: first}

@@ -334,7 +334,8 @@ def _text(shown: Mapping[str, Any]) -> str:
 
 
 def _messages(work: Work) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": work.body["input"]}]}
+    roles = {"instructions": "system", "input": "user"}
+    return {"messages": [{"role": roles[name], "content": work.body[name]} for name in roles if name in work.body]}
 
 
 def _sampling(work: Work) -> dict[str, Any]:

@@ -19,9 +19,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import redis
+
+from pool.errors import StateUnavailable
 from pool.store.audit import Violation
 from pool.store.ids import new_ref
 from pool.store.jobs import JobStore
@@ -32,16 +37,22 @@ from tests.chaos.ledger import Ledger, Verdict, judge
 from tests.chaos.links import Links
 from tests.chaos.work import WorkSource
 from tests.system import SCRIPTED, TINY, System
+from workers.engines.paged_kv import position_bytes
+from workers.engines.tiny import TINY as TINY_SHAPE
 
 APIS, WORKERS = 2, 3
+KV_TOKENS = 1024
 SECTIONS: dict[str, dict[str, Any]] = {
     "server": {"sync_wait_seconds": 30, "orphan_grace_seconds": 40, "threads": 128},
     "limits": {"pending_per_model": 400},
     "state": {"celery_results": "celery"},
 }
-MODELS = {SCRIPTED: {"target_inflight": 12}, TINY: {"target_inflight": 4, "threads": 1}}
+#: The real engine's KV holds its largest job and little more, so that jobs that run together preempt each other.
+TIGHT = {"kv_budget_bytes": KV_TOKENS * position_bytes(TINY_SHAPE), "kv_overcommit": 16}
+MODELS = {SCRIPTED: {"target_inflight": 12}, TINY: {"target_inflight": 8, "threads": 1, **TIGHT}}
 REST_S = 60.0
 SAY_EVERY_S = 30.0
+LOOK_EVERY_S = 1.0
 #: A run of this length must do each fault to each victim, and so many of both.
 FULL_S, FULL_FAULTS, FULL_JOBS = 600.0, 60, 1000
 
@@ -79,6 +90,8 @@ class Run:
         self.violations: list[Violation] = []
         self.leftovers: list[str] = []
         self.dead_letters = 0
+        #: What each process of the real engine's last told of itself, by incarnation.
+        self._figures: dict[str, Mapping[str, int]] = {}
 
     def go(self) -> Verdict:
         """Everything, from the start to the verdict."""
@@ -102,7 +115,7 @@ class Run:
         """Start clients at the run's rate until its time is over; returns those that still wait."""
         rng = random.Random(self.seed + 1)
         end_s = time.monotonic() + self._seconds
-        say_s = time.monotonic() + SAY_EVERY_S
+        say_s, look_s = time.monotonic() + SAY_EVERY_S, 0.0
         threads: list[threading.Thread] = []
         while time.monotonic() < end_s:
             time.sleep(rng.expovariate(self._rate))
@@ -110,11 +123,23 @@ class Run:
             thread = threading.Thread(target=callers.call, args=work.draw(), daemon=True)
             thread.start()
             threads.append(thread)
+            if time.monotonic() > look_s:
+                look_s = time.monotonic() + LOOK_EVERY_S
+                self._look()
             if time.monotonic() > say_s:
                 say_s += SAY_EVERY_S
                 faults = sum(self.injector.done.values())
                 self._say(f"{len(self.ledger.accounts)} jobs sent, {len(threads)} waiting, {faults} faults done")
         return threads
+
+    def _look(self) -> None:
+        """Read what the real engine's workers tell of themselves; they may not live long."""
+        with suppress(redis.RedisError, StateUnavailable):
+            self._figures |= {rank.incarnation: rank.facts for rank in self.system.ranks(TINY)}
+
+    def total(self, figure: str) -> int:
+        """A figure of the real engine's, over all processes."""
+        return sum(facts.get(figure, 0) for facts in self._figures.values())
 
     def _rest(self) -> None:
         """Wait until nothing is under way, and look for what broke an invariant or was left over."""
@@ -194,6 +219,8 @@ def report(run: Run, verdict: Verdict) -> dict[str, Any]:
         "violations": len(run.violations),
         "leftovers": len(run.leftovers),
         "resends": sum(account.resends for account in run.ledger.accounts),
+        "preempted": run.total("preempted_total"),
+        "prompt_tokens_reused": run.total("prompt_tokens_cached_total"),
         "seconds_p50_p99": [round(took[len(took) // 2], 2), round(took[len(took) * 99 // 100], 2)] if took else [],
         "faults": faults,
         "faults_done": sum(run.injector.done.values()),
@@ -209,6 +236,7 @@ def shortcomings(figures: dict[str, Any]) -> list[str]:
         found.append(f"only {figures['faults_done']} faults; {FULL_FAULTS} are asked for")
     if figures["jobs"].get("acknowledged", 0) < FULL_JOBS:
         found.append(f"only {figures['jobs'].get('acknowledged', 0)} jobs; {FULL_JOBS} are asked for")
+    found += [f"nothing was {name}" for name in ("preempted", "prompt_tokens_reused") if not figures[name]]
     return found
 
 
@@ -226,6 +254,7 @@ def show(figures: dict[str, Any], problems: list[str]) -> None:
     for name in ("lost", "duplicated", "unexpected", "texts_that_differ", "violations", "leftovers"):
         print(f"  {name.replace('_', ' '):24}{figures[name]:7}")
     print(f"  job seconds p50, p99    {figures['seconds_p50_p99']}")
+    print(f"  {figures['preempted']} preemptions, {figures['prompt_tokens_reused']} prompt tokens reused (real engine)")
     for problem in problems[:40]:
         print(f"PROBLEM {problem}")
 

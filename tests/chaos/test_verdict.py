@@ -83,10 +83,13 @@ def test_a_lost_answer_may_leave_one_job_that_ends(ledger: Ledger) -> None:
 
 
 def test_a_full_run_must_have_done_its_work() -> None:
-    """A run without one of the faults, with few faults or few jobs proves too little, and says so."""
+    """A run without one of the faults, with few faults or few jobs, or with room for everybody's KV proves too little,
+    and says so."""
     good = {"faults_missing": [], "faults_done": 60, "jobs": {"acknowledged": 1000}}
+    good |= {"preempted": 1, "prompt_tokens_reused": 1}
     assert shortcomings(good) == []
-    for lacking in ({"faults_missing": ["kill state"]}, {"faults_done": 59}, {"jobs": {}}):
+    few = ({"faults_missing": ["kill state"]}, {"faults_done": 59}, {"jobs": {}})
+    for lacking in (*few, {"preempted": 0}, {"prompt_tokens_reused": 0}):
         assert len(shortcomings(good | lacking)) == 1
 
 

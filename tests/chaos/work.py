@@ -27,8 +27,11 @@ POISON_EVERY = 400
 #: Distinct requests to the real engine.
 TINY_POOL = 24
 MAX_TOKENS = 240
-#: So many of them run undisturbed at once.
-TOGETHER = 8
+#: So many of them run undisturbed at once: about one a worker.
+TOGETHER = 3
+#: One in so many begins with the same long text as all of these.
+SHARING_EVERY = 2
+SHARED = "You live on a small island where people tell each other what the sea has brought them in the night. " * 4
 
 
 class WorkSource:
@@ -72,9 +75,11 @@ class WorkSource:
 
 
 def _tiny_body(number: int) -> dict[str, Any]:
-    greedy = number % 2 == 0
+    greedy = number % 4 < 2
+    shared = {"instructions": SHARED} if number % SHARING_EVERY else {}
     return {
         "model": TINY,
+        **shared,
         "input": f"Tell me about number {number} and what came after it.",
         "max_output_tokens": MAX_TOKENS + 20 * number,
         "temperature": 0.0 if greedy else 0.9,

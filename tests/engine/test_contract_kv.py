@@ -144,7 +144,7 @@ def test_nothing_is_shared_between_scopes(engine: Engine, workload: Workload) ->
     """Who is in another scope finds nothing, also after others of his own scope have been here."""
     prompt, scope, other = some_tokens(engine, workload.shared), new_scope(), new_scope()
     prefill(engine, "a", prompt, scope=scope)
-    engine.release("a", 0, tokens=prompt, scope=scope)
+    engine.release("a", 0, tokens=prompt)
     assert engine.resident(prompt, other) == 0
     assert begin(engine, "b", prompt, scope=other) == 0
     assert engine.resident(prompt, "") == 0
@@ -162,7 +162,7 @@ def test_what_is_generated_is_found_where_the_release_says_it(engine: Engine, wo
         prefill(engine, "a", prompt, scope=scope, room=len(output))
         for start in range(len(output) - 1):
             engine.step([Member("a", 0, output[start : start + 1], len(prompt) + start, wants_logits=False)])
-        engine.release("a", 0, tokens=turn[: len(prompt) + len(output) - 1] if said else None, scope=scope)
+        engine.release("a", 0, tokens=turn[: len(prompt) + len(output) - 1] if said else None)
         found.append(engine.resident(turn, scope))
     assert 0 < found[0] <= len(prompt)
     assert len(prompt) < found[1] < len(prompt) + len(output)
@@ -236,6 +236,22 @@ def test_a_snapshot_of_half_a_prompt_continues(engine: Engine, workload: Workloa
     assert engine.restore("a", 1, blob, prompt, len(prompt) + 1, scope)
     assert same_bits([feed(engine, "a", prompt, 80, epoch=1)], [expected])
     assert same_bits(decode(engine, "a", [30], len(prompt), epoch=1), decode(engine, "b", [30], len(prompt)))
+
+
+def test_other_tokens_than_the_prompts_are_refused(engine: Engine) -> None:
+    """Others may find what is held of a prompt, so nothing else can be put there; nor restored."""
+    prompt, other = some_tokens(engine, 70, seed=1), some_tokens(engine, 70, seed=2)
+    begin(engine, "liar", prompt)
+    (result,) = engine.step([Member("liar", 0, other, 0)])
+    assert isinstance(result, MemberError)
+    engine.step([Member("liar", 0, prompt, 0)])
+    blob = engine.snapshot("liar", 0)
+    engine.release("liar", 0)
+    needs(engine, "snapshot")
+    assert blob is not None
+    before = engine.kv_usage()
+    assert not engine.restore("liar", 0, blob, other, 100)
+    assert engine.kv_usage() == before
 
 
 def test_damaged_snapshots_are_not_restored(engine: Engine) -> None:

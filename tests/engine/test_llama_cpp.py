@@ -6,15 +6,17 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from tasks.ports import CacheMiss, Logits, Member, MemberError, StepLogits
+from tasks.ports import CacheMiss, Failed, Logits, Member, MemberError, StepLogits, StepResult
 from tests.engine.conftest import load_llama, load_small
 from tests.engine.driving import begin, decode, feed, ids, new_scope, prefill, row_of, same_bits, some_tokens
 from tests.engine.gguf_writing import write_gguf
+from tests.engine.looping import generation, looped, run, tokens_of, undisturbed
 from tests.engine.small_model import BYTES_PER_TOKEN, METADATA, VOCABULARY, small_tensors, write_small_model
 from workers.engines.llama_cpp_context import ContextOptions, LlamaContext, Row
 from workers.engines.llama_cpp_engine import LlamaCpp
@@ -208,6 +210,32 @@ def test_moving_does_not_show(small: LlamaCpp) -> None:
         small.release("a", 0)
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_what_a_session_cuts_off_in_its_slot_is_found_again(
+    small: LlamaCpp, monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    """A session that takes over the beginning of another's KV leaves that one's rest elsewhere, to the last bit. Where
+    llama.cpp cannot copy it, it is not promised either, and the session that runs loses nothing."""
+    common, scope = some_tokens(small, 64, seed=1), new_scope()
+    first, second = (np.append(common, some_tokens(small, 64, seed=seed)) for seed in (2, 3))
+    turn = np.append(first, some_tokens(small, 20, seed=4))
+    expected = {}
+    for name, prompt in (("second", second), ("turn", turn)):
+        expected[name] = prefill(small, name, prompt)
+        small.release(name, 0)
+    prefill(small, "first", first, scope=scope)
+    small.release("first", 0)
+    with monkeypatch.context() as failing:
+        if not copies:
+            failing.setattr(small._context, "copy", lambda _source, target: not small._context.cut(target, 0))
+        assert begin(small, "second", second, scope=scope) == 64
+    assert same_bits([feed(small, "second", second, 64)], [expected["second"]])
+    small.check_integrity()
+    held = begin(small, "turn", turn, scope=scope)
+    assert held == (128 if copies else 64)
+    assert same_bits([feed(small, "turn", turn, held)], [expected["turn"]])
+
+
 def test_prompts_longer_than_a_batch_come_in_several(small_path: Path) -> None:
     """The library would end the process at more rows than it was told to expect."""
     engine = load_llama(small_path, slots=4, slot_tokens=1536, bytes_per_token=BYTES_PER_TOKEN)
@@ -298,15 +326,55 @@ def test_a_prompt_that_fails_in_its_middle_leaves_nothing(small_path: Path) -> N
     engine.close()
 
 
-def test_overflowing_numbers_end_with_their_session(tmp_path: Path) -> None:
-    """A token whose values overflow fails its member by name; nothing of it reaches who has its slot afterwards."""
+@pytest.mark.parametrize(("fails", "result"), [("swap", CacheMiss), ("memory", StepLogits)])
+def test_a_slot_that_cannot_be_moved_is_a_cache_miss(
+    small: LlamaCpp, monkeypatch: pytest.MonkeyPatch, fails: str, result: type[StepResult]
+) -> None:
+    """What was kept in the new session's way is lost. Where the session's slot is lost with it, it begins again."""
+    prompt, other, scope = some_tokens(small, 40, seed=1), some_tokens(small, 40, seed=2), new_scope()
+    expected = prefill(small, "b", prompt)
+    small.release("b", 0)
+    prefill(small, "a", other, scope=scope)
+    small.release("a", 0)
+    with monkeypatch.context() as failing:
+        if fails == "swap":
+            failing.setattr(small._context, "swap", lambda *slots: tuple(not small._context.cut(s, 0) for s in slots))
+        else:
+            failing.setattr(small._context, "_bytes", np.empty(0, np.uint8))
+            failing.setattr("workers.engines.llama_cpp_context.np", _WithoutMemory())
+        assert begin(small, "b", prompt) == 0
+    assert isinstance(small.step([Member("b", 0, prompt, 0)])[0], result)
+    assert small.resident(other, scope) == 0
+    small.check_integrity()
+    small.release("b", 0)
+    assert same_bits([prefill(small, "b", prompt)], [expected])
+
+
+class _WithoutMemory:
+    """numpy where there is no memory left."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def empty(self, *_args: Any) -> Any:
+        raise MemoryError
+
+
+@pytest.fixture
+def overflowing_path(tmp_path: Path) -> Path:
+    """A model that overflows at token 7."""
     tensors = small_tensors()
     tensors["token_embd.weight"][:, 0] = 0
     tensors["token_embd.weight"][7, 0] = 100
     tensors["blk.0.attn_v.weight"][0, 0] = 1e8
     path = tmp_path / "model.gguf"
     write_gguf(path, metadata=METADATA, tensors=tensors, vocabulary=VOCABULARY)
-    engine = load_small(path, slots=2, kept_prefixes=0, target_inflight=2)
+    return path
+
+
+def test_overflowing_numbers_end_with_their_session(overflowing_path: Path) -> None:
+    """A token whose values overflow fails its member by name; nothing of it reaches who has its slot afterwards."""
+    engine = load_small(overflowing_path, slots=2, kept_prefixes=0, target_inflight=2)
     prompt, sick = some_tokens(engine, 100, seed=1), some_tokens(engine, 80, seed=2)
     expected = prefill(engine, "a", prompt)
     engine.release("a", 0)
@@ -318,6 +386,46 @@ def test_overflowing_numbers_end_with_their_session(tmp_path: Path) -> None:
     assert isinstance(results[1], MemberError)
     assert engine.step([Member("b", 0, ids(30), 100)]) == [CacheMiss()]
     engine.check_integrity()
+    for session in ("c", "d"):
+        assert same_bits([prefill(engine, session, prompt)], [expected])
+    engine.close()
+
+
+@pytest.mark.parametrize("overflows_at", [3, 178])
+def test_overflowing_numbers_end_one_job(overflowing_path: Path, overflows_at: int) -> None:
+    """Beside it one decodes and one begins; what was wiped of theirs is computed again, once."""
+    engine = load_small(overflowing_path, slots=3, kept_prefixes=0, target_inflight=3)
+    prompts = {name: some_tokens(engine, count, seed=count) for name, count in (("a", 40), ("sick", 180), ("b", 100))}
+    prompts["sick"][overflows_at] = 7
+    given = {name: generation(name, prompt, max_tokens=12) for name, prompt in prompts.items()}
+    alone = {name: undisturbed(engine, given[name])[0] for name in ("a", "b")}
+    loop = looped(engine)
+    loop.submit(given["a"])
+    events = [*loop.tick().events, *loop.tick().events]
+    loop.submit(given["sick"])
+    loop.submit(given["b"])
+    events += run(loop)
+    (failure,) = [event for event in events if isinstance(event, Failed)]
+    assert (failure.job, failure.message) == ("sick", "the model's numbers overflowed")
+    assert {name: tokens_of(events, name) for name in alone} == alone
+    assert loop.telemetry()["cache_misses_total"] <= 2
+    engine.close()
+
+
+def test_a_prompt_that_overflows_fails_before_others_meet_it(overflowing_path: Path) -> None:
+    """In the very piece, though nobody reads its logits: had it been cancelled after that, whoever had its slot next
+    would have failed in its place."""
+    engine = load_small(overflowing_path, slots=2, kept_prefixes=0, target_inflight=2)
+    prompt, sick = some_tokens(engine, 40, seed=1), some_tokens(engine, 180, seed=2)
+    sick[70] = 7
+    expected = prefill(engine, "a", prompt)
+    engine.release("a", 0)
+    begin(engine, "sick", sick)
+    begin(engine, "b", prompt)
+    members = [Member("sick", 0, sick[:80], 0, wants_logits=False), Member("b", 0, prompt[:16], 0, wants_logits=False)]
+    assert [type(result) for result in engine.step(members)] == [MemberError, CacheMiss]
+    for session in ("sick", "b"):
+        engine.release(session, 0)
     for session in ("c", "d"):
         assert same_bits([prefill(engine, session, prompt)], [expected])
     engine.close()

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from pool.errors import InvalidRequest
+from pool.rules.admission import Reason
 from tasks.payloads import Sampling
 from tasks.ports import Engine, Event, Failed, Finished, Member, StepResult, Tokens
 from tests.engine.looping import GREEDY, SEEDED, finished, generation, looped, run, text_of, tokens_of
+from tests.scripted.blocks import BlockEngine
 from workers.engines.numpy_llama import NumpyLlama
 from workers.engines.paged_kv import position_bytes
 from workers.engines.tiny import tiny_llama
@@ -234,6 +236,34 @@ def test_what_can_never_fit_is_refused_by_name() -> None:
     assert len(tokens_of(run(loop))) == 45
 
 
+def test_a_session_alone_must_fit_its_share() -> None:
+    """Where the KV of several sessions would be enough, but no session can have it: refused, not let in for ever."""
+    loop = looped(BlockEngine(context_length=64))
+    decision = loop.admit(generation(max_tokens=46))
+    assert (decision.reason, loop.capacity().in_flight) == (Reason.KV_BUDGET, 0)
+    assert loop.admit(generation(max_tokens=45)).reason is Reason.ADMITTED
+
+
+def test_a_log_of_another_model_fails_its_job() -> None:
+    """A token that this vocabulary does not have: the loop goes on, and nothing is left of the job."""
+    loop = looped(BlockEngine())
+    loop.submit(generation("good"))
+    loop.submit(generation("bad", replay=((30, 1_000_000), ()), n=2))
+    events = run(loop)
+    (failure,) = [event for event in events if isinstance(event, Failed)]
+    assert (failure.job, failure.message) == ("bad", "Its log cannot be read: IndexError.")
+    assert len(tokens_of(events, "good")) == 8
+    assert (loop.capacity().in_flight, loop.telemetry()["failed_sessions"]) == (0, 2)
+    assert not loop.cancel("bad", 1)
+
+
+def test_a_long_prompt_in_small_pieces_is_no_endless_run() -> None:
+    """The bound of a run to completion counts them."""
+    loop = looped(BlockEngine(), max_prefill_tokens_per_tick=1)
+    loop.submit(generation(prompt=[30] * 1000, max_tokens=1))
+    assert finished(loop.run_to_completion()).prompt_tokens == 1000
+
+
 def test_one_failing_member_fails_alone() -> None:
     """The engine raises while a culprit is in the batch: it fails by name, its mates' streams are untouched, and no
     message repeats what the engine said."""
@@ -305,11 +335,12 @@ def replace_stop(stop: str) -> Sampling:
 
 
 def test_stopping_returns_what_had_not_ended() -> None:
-    """The host hands these back; all KV is free."""
+    """The host hands these back; all KV is free, also what was kept for somebody."""
     loop = make_loop(limit=1)
-    given = [generation("a"), generation("b")]
+    given = [generation("a", range(20, 150), holder="program"), generation("b")]
     for each in given:
         loop.submit(each)
+    loop.tick()
     loop.tick()
     assert loop.stop() == given
     assert loop.telemetry()["kv_total_bytes"] == 0

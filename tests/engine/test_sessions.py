@@ -12,7 +12,7 @@ from tasks.payloads import Sampling
 from tasks.ports import Generation, Logits
 from workers.engines.tiny import tiny_vocabulary
 from workers.sampling import logprobs_of
-from workers.sessions import Session, sessions_of
+from workers.sessions import Job, Session
 
 VOCABULARY = tiny_vocabulary()
 EOS = 2
@@ -39,7 +39,7 @@ def session(
         seed=5,
         replay=(replay,),
     )
-    (made,) = sessions_of(generation, VOCABULARY, frozenset(VOCABULARY.eos_ids))
+    (made,) = Job.of(generation, VOCABULARY, frozenset(VOCABULARY.eos_ids), arrival=0).sessions
     return made
 
 
@@ -66,6 +66,22 @@ def test_no_end_comes_before_min_tokens() -> None:
     drawn = [made.draw(row_of({EOS: 3, B: 2, A: 1})).token_ids[0] for _ in range(3)]
     assert drawn == [A, A, EOS]
     assert made.finish_reason == "stop"
+
+
+def test_no_stop_string_ends_a_choice_before_min_tokens() -> None:
+    """Nor does it hide what came before; the next one ends it."""
+    made = session(stop=("ab",), min_tokens=2)
+    assert [made.draw(row_of({token: 1})).text for token in (A, B, A, B)] == ["", "ab", "", ""]
+    assert (made.finish_reason, made.result().text) == ("stop", "ab")
+
+
+@pytest.mark.parametrize(("ignored", "text"), [(False, ""), (True, "a")])
+def test_the_models_own_end_has_no_text_when_it_ends(ignored: bool, text: str) -> None:
+    """Also where its vocabulary does not call it a control token."""
+    made = session(ignore_eos=ignored)
+    made.eos_ids = frozenset({A})
+    assert made.draw(row_of({A: 1})).text == text
+    assert made.finish_reason == ("" if ignored else "stop")
 
 
 def test_a_logged_stop_token_is_an_end_at_once() -> None:

@@ -14,7 +14,7 @@ import pytest
 from pool.errors import ConfigurationError
 from pool.rules.batching import MAX_MISSES, MAX_PASSES
 from pool.rules.kv_blocks import IntegrityError
-from tasks.ports import CacheMiss, Event, Failed, Finished, Generation, Member, StepResult, TokenIds
+from tasks.ports import Event, Failed, Finished, Generation, Member, StepResult, TokenIds
 from tests.engine.looping import SEEDED, finished, generation, looped, run, tokens_of, undisturbed
 from tests.scripted.blocks import BlockEngine
 from workers.loop import BatchingLoop
@@ -150,7 +150,8 @@ def test_over_commit_needs_an_engine_whose_sessions_can_come_back() -> None:
 
 
 class Forgetful(BlockEngine):
-    """Saving raises, or what was saved can never be restored, or a session's KV is lost in every step."""
+    """Saving raises, or what was saved can never be restored, or a session's KV is lost in every step, or in every one
+    but its first."""
 
     fault = ""
 
@@ -163,8 +164,9 @@ class Forgetful(BlockEngine):
         return self.fault != "restore" and super().restore(session, epoch, blob, prompt, positions, scope)
 
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
-        if self.fault == "lose":
-            return [CacheMiss() for _ in batch]
+        if self.fault == "lose" or (self.fault == "lose later" and batch[0].start):
+            for member in batch:
+                self.release(member.session, member.epoch)
         return super().step(batch)
 
 
@@ -182,12 +184,13 @@ def test_a_live_session_is_never_lost(fault: str) -> None:
     assert loop.telemetry()["preempted_total"] > 0
 
 
-def test_kv_that_is_lost_again_and_again_fails_the_job_by_name() -> None:
-    """A bounded number of steps, not for ever."""
-    engine = Forgetful()
-    engine.fault = "lose"
+@pytest.mark.parametrize("fault", ["lose", "lose later"])
+def test_kv_that_is_lost_again_and_again_fails_the_job_by_name(fault: str) -> None:
+    """A bounded number of steps, not for ever, also when some of them get on, but never further than before."""
+    engine = Forgetful(prefix_share=False)
+    engine.fault = fault
     loop = looped(engine)
-    loop.submit(generation())
+    loop.submit(generation(prompt=words(80)))
     (failure,) = run(loop)
     assert isinstance(failure, Failed)
     assert (failure.code, failure.message) == ("engine_error", "The engine keeps losing its KV.")
@@ -280,6 +283,14 @@ def test_what_a_holder_keeps_is_given_up_only_for_one_that_could_never_run() -> 
     assert loop.telemetry()["kv_pinned_bytes"] == 0
 
 
+def test_nothing_is_kept_for_a_holder_that_could_not_find_it() -> None:
+    """Where nobody begins with anything."""
+    loop = looped(BlockEngine(), reuse="off")
+    loop.submit(generation("a", words(100), max_tokens=2, holder="program"))
+    run(loop)
+    assert loop.telemetry()["kv_pinned_bytes"] == 0
+
+
 def test_a_job_that_stops_at_fault_keeps_nothing() -> None:
     """What a failed session holds is not trusted; what a cancelled one prefilled is as good as any."""
     loop = looped(BlockEngine())
@@ -305,7 +316,9 @@ class Raising(BlockEngine):
 
     def begin(self, session: str, epoch: int, prompt: TokenIds, positions: int, scope: str = "") -> int | None:
         self._raise("begin", session)
-        return super().begin(session, epoch, prompt, positions, scope)
+        begun = super().begin(session, epoch, prompt, positions, scope)
+        self._raise("begin too late", session)
+        return begun
 
     def extend(self, session: str, epoch: int, positions: int) -> bool:
         self._raise("extend", session)
@@ -316,7 +329,7 @@ class Raising(BlockEngine):
         self._raise("release", session)
 
 
-@pytest.mark.parametrize("method", ["begin", "extend"])
+@pytest.mark.parametrize("method", ["begin", "begin too late", "extend"])
 def test_an_engine_that_raises_for_one_session_fails_that_one(method: str) -> None:
     """By name, without what it said; the others' tokens are what they are alone."""
     engine = Raising()

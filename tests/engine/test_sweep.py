@@ -17,10 +17,11 @@ from pool.errors import GenerationFailed, InvalidRequest
 from tasks.ports import Engine, Generation, Logits, Member, StepResult
 from tests.engine.looping import SEEDED, generation
 from tests.scripted.blocks import BlockEngine
+from workers.engines import BACKENDS
 from workers.engines.numpy_llama import NumpyLlama
 from workers.engines.paged_kv import position_bytes
 from workers.engines.tiny import tiny_llama
-from workers.sweep import mixed_requests, saturation, sweep
+from workers.sweep import mixed_requests, saturation, some_cancels, sweep
 from workers.sweep_plot import svg
 
 LEVELS = (1, 2, 4, 8, 16)
@@ -97,6 +98,35 @@ def test_forced_preemptions_change_no_token() -> None:
     assert all(result.peak_kv_bytes <= 576 * numpy_engine(64).bytes_per_token for result in crowded.results)
 
 
+def test_cancels_change_no_token_of_whoever_stays() -> None:
+    """At every level, also where sessions give way to each other, those who are cancelled have had the beginning of
+    what they would have got, and the rest all of it."""
+    requests = mixed()
+    cancels = some_cancels(requests, 5, seed=1)
+    assert len(cancels) == 5 and all(0 < after < 24 for after in cancels.values())
+    requests = [replace(request, n=1) for request in requests]
+    for crowd in ({}, {"kv_positions": 448, "kv_overcommit": 16.0, "max_prefill_tokens_per_tick": 48}):
+        found = sweep(numpy_engine, requests, LEVELS, cancels=cancels, **crowd)
+        assert found.corruption_free
+        assert all(len(stream) == 24 for choices in found.reference_outputs for stream in choices)
+        assert [result.cancelled for result in found.results] == [5] * 5
+        told = 11 * 24 + sum(cancels.values())
+        assert all(result.decode_tokens >= told - 16 for result in found.results)
+        assert crowd or all(result.decode_tokens == told - 16 for result in found.results)
+
+
+def test_only_what_can_be_cancelled_is() -> None:
+    """Requests with one choice, between two of their tokens."""
+    requests = [generation(n=2), generation("b", max_tokens=1), generation("c")]
+    for cancels in ({"a": 1}, {"c": 0}, {"d": 1}):
+        with pytest.raises(InvalidRequest, match="Cancels") as refused:
+            sweep(block_engine, requests, (1,), cancels=cancels)
+        assert refused.value.param == "cancels"
+    assert some_cancels(requests[1:], 1, seed=5).keys() == {"c"}
+    with pytest.raises(InvalidRequest, match=r"2 of 2 requests are to be cancelled.*; 1 can be"):
+        some_cancels(requests[1:], 2, seed=5)
+
+
 class Leaky(BlockEngine):
     """Its logits depend on how many sessions share the step."""
 
@@ -117,6 +147,26 @@ def test_an_engine_whose_tokens_depend_on_company_is_found_out() -> None:
     found = sweep(lambda positions: Leaky(blocks=positions // 16), requests, (1, 2, 4))
     assert not found.corruption_free
     assert found.reference_outputs == sweep(block_engine, requests, (1,)).reference_outputs
+
+
+def test_a_disturbed_sweep_is_compared_with_an_undisturbed_run() -> None:
+    """An engine whose tokens depend on how a prompt was cut gives the same ones at all levels, and is found out."""
+
+    class Cutting(BlockEngine):
+        def step(self, batch: Sequence[Member]) -> list[StepResult]:
+            self.cut = getattr(self, "cut", set()) | {each.session for each in batch if len(each.tokens) == 16}
+            return super().step(batch)
+
+        def _logits(self, session: str, cells: Any) -> Logits:
+            row = super()._logits(session, cells)
+            return row[::-1].copy() if session in self.cut else row
+
+    def load(positions: int) -> Engine:
+        return Cutting(blocks=positions // 16)
+
+    requests = [generation(prompt=range(20, 37)), generation("b", range(50, 68))]
+    assert sweep(load, requests, (1, 2)).corruption_free
+    assert not sweep(load, requests, (1, 2), max_prefill_tokens_per_tick=16).corruption_free
 
 
 # --- what is no sweep
@@ -219,6 +269,7 @@ def test_the_command_prints_a_table_and_writes_files(command: Any, tmp_path: Pat
         (("--prompts", "0-3"), "MIN-MAX"),
         (("--prompts", "100000"), "exceed the context"),
         (("--kv-tokens", "64", "--prompts", "90"), "rejected-kv-budget"),
+        (("--cancels", "5"), "5 of 4 requests are to be cancelled"),
     ],
 )
 def test_wrong_options_are_one_line(command: Any, options: tuple[str, ...], message: str) -> None:
@@ -226,3 +277,26 @@ def test_wrong_options_are_one_line(command: Any, options: tuple[str, ...], mess
     result = command(*options)
     assert result.exit_code == 1
     assert message in result.output and len(result.output.splitlines()) == 1
+
+
+def test_the_command_disturbs_and_compares(command: Any) -> None:
+    """Little KV, over-commit, pieces of prompts and cancels, all at once; every level gives the tokens of the quiet
+    run."""
+    result = command(
+        "--levels", "1,4", "--prompts", "50-120", "--kv-tokens", "256", "--overcommit", "8", "--max-tokens", "70",
+        "--prefill-tokens", "32", "--cancels", "1",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    head, *rows, _ = result.output.splitlines()
+    assert head.split()[-2:] == ["PREEMPTIONS", "CANCELLED"]
+    assert int(rows[1].split()[-2]) > 0
+    assert [row.split()[-1] for row in rows] == ["1", "1"]
+
+
+def test_other_tokens_at_another_level_are_an_error(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table all the same, one line that says so, and exit code 1."""
+    monkeypatch.setitem(BACKENDS, "numpy", lambda name, settings, weights: Leaky(blocks=256))  # noqa: ARG005
+    result = command("--levels", "1,4")
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1] == "Error: The tokens are not the same at every level."
+    assert len(result.output.splitlines()) == 5

@@ -196,6 +196,23 @@ def test_llama_cpp_is_there_where_a_model_needs_it(
 
 
 @pytest.mark.usefixtures("worker")
+def test_budgets_fit_into_this_machines_memory(server: StateServer, tmp_path: Path) -> None:
+    """Of each model beside the smaller ones; the setting that asks for too much is named, with what it may be. Weights
+    that nobody configured are said to be missing from the sum."""
+    state = f'[state]\nurl = "{server.url}"\n[server]\nport = {free_port()}\n'
+    sound = found(settings_of(tmp_path, state))[f"memory of {MODEL}"]
+    assert sound.status == OK
+    assert "take 80 MiB of" in sound.detail and "weight_bytes is 0" in sound.detail
+    greedy = f'{state}[models.greedy]\nsource = "random:1"\nweight_bytes = 7\nkv_budget_bytes = {2**50}\n'
+    findings = found(settings_of(tmp_path, greedy))
+    assert {name for name, each in findings.items() if each.status == FAILED} == {"worker greedy", "memory of greedy"}
+    remedy = findings["memory of greedy"].remedy
+    most = int(remedy.removeprefix("Lower models.greedy.kv_budget_bytes to ").removesuffix(" at most."))
+    assert 0 < most < 2**50
+    assert "weight_bytes" not in findings["memory of greedy"].detail
+
+
+@pytest.mark.usefixtures("worker")
 def test_model_files_are_there_and_whole(server: StateServer, tmp_path: Path) -> None:
     """A path without a file, a file that is none, a known file of the right size with other content."""
     state = f'[state]\nurl = "{server.url}"\n[server]\nport = {free_port()}\n'

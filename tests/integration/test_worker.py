@@ -241,11 +241,23 @@ def test_the_pool_grows_and_shrinks_generations_in_flight(site: Site, app: Celer
 
 
 def test_models_follow_the_queues_that_are_consumed(site: Site, app: Celery, jobs: Client) -> None:
-    """`add_consumer` loads another model, `cancel_consumer` drains it again; jobs left behind stay queued."""
+    """`add_consumer` loads another model, `cancel_consumer` drains it again, in sight of `inspect`; jobs left behind
+    stay queued."""
     app.control.add_consumer("other")
     wait_until(lambda: site.ranks("other"), description="the other model to be served", timeout_s=20)
     assert ended(jobs, jobs.submit(request(model="other"))) == "incomplete"
+
+    def asked(command: str) -> Any:
+        (answer,) = app.control.inspect(timeout=20, limit=1)._request(command).values()
+        return answer
+
+    long = jobs.submit(request(model="other", n=8, **LONG))
+    wait_until(lambda: jobs.get(long).state == "running", description="the job to run")
     app.control.cancel_consumer("other")
+    wait_until(lambda: asked("engine")["other"]["state"] == "draining", description="the other model to be draining")
+    assert {each["model"]: each["state"] for each in asked("ranks")} == {"tiny": "loaded", "other": "draining"}
+    assert [each["id"] for each in asked("generations") if each["model"] == "other"] == [long]
+    jobs.cancel(long)
     wait_until(lambda: not site.ranks("other"), description="the other model to be drained", timeout_s=20)
     job = jobs.submit(request(model="other"))
     assert jobs.get(job).state == "queued"

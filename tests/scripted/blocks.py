@@ -115,7 +115,6 @@ class BlockEngine:
         epoch: int,
         *,
         tokens: TokenIds | None = None,
-        scope: str = "",  # noqa: ARG002 - that of `begin`
         holder: str = "",
     ) -> None:
         """See `tasks.ports.Engine.release`."""

@@ -113,11 +113,9 @@ class ScriptedEngine(BlockEngine):
             sys.exit()
         raise RuntimeError("as scripted")
 
-    def release(
-        self, session: str, epoch: int, *, tokens: TokenIds | None = None, scope: str = "", holder: str = ""
-    ) -> None:
+    def release(self, session: str, epoch: int, *, tokens: TokenIds | None = None, holder: str = "") -> None:
         """Log it."""
-        super().release(session, epoch, tokens=tokens, scope=scope, holder=holder)
+        super().release(session, epoch, tokens=tokens, holder=holder)
         if (session, epoch) in self._begun:
             self._begun.remove((session, epoch))
             self._log.write(f"free {session} {epoch} {os.getpid()}\n")

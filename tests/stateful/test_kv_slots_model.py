@@ -41,6 +41,9 @@ class Slots(RuleBasedStateMachine):
     def place(self, placement: Placement) -> None:
         for swap in placement.swaps:
             self.swap(swap)
+        if placement.spare is not None:
+            assert placement.spare != placement.slot
+            self.held[placement.spare] = list(self.held[placement.slot])
         if placement.source is not None:
             assert placement.source != placement.slot
             self.held[placement.slot] = list(self.held[placement.source])

@@ -21,7 +21,7 @@ from pool.store.server import StateServer
 from tasks.ports import ChoiceOutput, Failed, Finished, RunnerCapacity, Stopped, Tokens
 from tests.builders import LEASE_MS, delivery, job_store, new_job
 from tests.waiting import wait_until
-from workers.outlet import CONGESTION_TOKENS, FOLLOWED_S, Held, Outlet
+from workers.outlet import CONGESTION_TOKENS, FOLLOWED_S, Held, Outlet, spacing_s
 
 
 class IdleRunner:
@@ -137,12 +137,26 @@ def test_when_a_job_is_due(store: JobStore, rank_a: Delivery) -> None:
     for watch, due_s in (("node-1", 7.0 + FOLLOWED_S), ("", 9.0 + 0.5)):
         held = Held(handout, next_seq=0, watch=watch)
         assert held.due_s(0.5) == math.inf
-        held.add(0, (5,), "x", now_s=9.0)
+        held.add(Tokens(handout.lease.token, handout.lease.attempt, 0, (5,), "x"), now_s=9.0)
         assert held.due_s(0.5) == 0.0
         held.flushed, held.written_s = True, 7.0
         assert held.due_s(0.5) == due_s
         held.ending = failed("engine_error", "x")
         assert held.due_s(0.5) == 0.0
+
+
+def test_few_followed_jobs_are_written_more_often(store: JobStore, rank_a: Delivery) -> None:
+    """What is saved by waiting is the work of many writes: one job that somebody follows is written four times as often
+    as each of many."""
+    assert [spacing_s(followed) for followed in (1, 2, 4, 100)] == [0.0025, 0.005, 0.01, 0.01]
+    job = new_job(watch="node-1")
+    store.submit(job)
+    (handout,) = rank_a.take(1, 100).handouts
+    store.cancel(job.ref)
+    held = Held(handout, next_seq=0, watch="node-1")
+    held.add(tokens(handout, 5), now_s=9.0)
+    held.flushed, held.written_s = True, 7.0
+    assert held.due_s(0.5, spacing_s(1)) == 7.0025
 
 
 def test_a_write_whose_reply_was_lost_is_neither_lost_nor_doubled(store: JobStore, rank_a: Delivery) -> None:

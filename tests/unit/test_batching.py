@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from pool.rules.batching import (
     first_room,
     gives_way,
     is_resident,
+    most_chunks,
     prefill_stops,
     promote,
     rotate,
@@ -130,6 +132,14 @@ def test_the_guard_of_a_run_to_completion() -> None:
     """8 x (sum max_new + active + queued + 1) ticks."""
     assert completion_guard(0, 0, 0) == 8
     assert completion_guard(20, 2, 3) == 208
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget", "expected"), [([1000], 16, 63), ([1000, 1], 1, 64), ([1000], 40, 32), ([], 16, 0)]
+)
+def test_chunks_end_on_the_grid_within_the_budget(lengths: list[int], budget: int, expected: int) -> None:
+    """At least a cell of the grid each."""
+    assert most_chunks(lengths, budget, 16) == expected
 
 
 @given(count=st.integers(1, 40), batch=st.integers(1, 16))

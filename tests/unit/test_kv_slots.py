@@ -64,6 +64,48 @@ def test_a_session_takes_over_what_is_kept_in_its_slot() -> None:
     assert pool.usage() == SlotUsage(total=2, live=1, pinned=0, kept=0, cached_tokens=0)
 
 
+def test_what_a_session_would_cut_off_is_kept_elsewhere() -> None:
+    """In a free slot, or in place of what was unused longest, so that the next turn of each conversation finds it."""
+    pool = SlotPool(3, SLOT_TOKENS)
+    system, anna, bert = (1, 50), (2, 40), (3, 30)
+    run(pool, "a", tokens(system, anna))
+    end(pool, "a")
+    assert run(pool, "b", tokens(system, bert)) == Placement(0, 50, spare=2)
+    end(pool, "b")
+    assert pool.kept() == {0: 80, 2: 90}
+    assert run(pool, "a2", tokens(system, anna, (4, 60))) == Placement(0, 90, (Swap(0, 1),), source=2)
+    end(pool, "a2")
+    assert run(pool, "b2", tokens(system, bert, (5, 60))) == Placement(0, 80, (Swap(0, 2),), source=1)
+    end(pool, "b2")
+    assert pool.evictions == 1
+    assert [pool.resident(tokens(system, own, (9, 5)), "") for own in (anna, bert)] == [90, 80]
+
+
+@pytest.mark.parametrize(("total", "beyond"), [(1, 500), (2, WORTH_TOKENS - 1), (2, 500 // WORTH_SHARE)])
+def test_what_is_not_worth_keeping_is_cut_off(total: int, beyond: int) -> None:
+    """There is no other slot, or what is beyond is little, or little of what would be copied."""
+    pool = SlotPool(total, SLOT_TOKENS)
+    run(pool, "a", tokens((1, 500 if beyond >= WORTH_TOKENS else 50), (2, beyond)), room=0)
+    end(pool, "a")
+    placement = run(pool, "b", tokens((1, 500), (3, 5)))
+    assert placement is not None
+    assert (placement.slot, placement.spare) == (0, None)
+    assert pool.kept() == {}
+
+
+def test_what_is_promised_makes_no_way_for_what_is_cut_off() -> None:
+    """The only other slot is a holder's."""
+    pool = SlotPool(2, SLOT_TOKENS)
+    run(pool, "h", tokens((7, 50)))
+    run(pool, "a", tokens((1, 50), (2, 40)))
+    end(pool, "h", holder="h")
+    end(pool, "a")
+    placement = run(pool, "b", tokens((1, 50), (3, 30)))
+    assert placement is not None
+    assert (placement.held, placement.spare) == (50, None)
+    assert pool.resident(tokens((7, 60)), "") == 50
+
+
 def test_a_session_copies_from_one_that_runs() -> None:
     """What it has prefilled so far can be had."""
     pool = SlotPool(2, SLOT_TOKENS)
@@ -184,13 +226,10 @@ def test_output_is_found_where_it_was_learnt() -> None:
 
 
 def test_a_slot_is_all_the_room_there_is() -> None:
-    """A longer session does not begin and is not extended."""
+    """A longer session does not begin."""
     pool = SlotPool(2, 100)
     assert pool.begin(("a", 0), tokens((1, 50)), 101) is None
     run(pool, "a", tokens((1, 50)))
-    assert pool.extend(("a", 0), 100)
-    assert not pool.extend(("a", 0), 101)
-    assert not pool.extend(("b", 0), 60)
     with pytest.raises(IntegrityError, match="begun"):
         pool.begin(("a", 0), tokens((1, 50)), 60)
 

@@ -97,6 +97,16 @@ def test_an_unfinished_character_can_complete_a_stop_string() -> None:
     assert ("".join(pieces), stopped) == ("a", True)
 
 
+def test_a_stop_string_may_come_too_early() -> None:
+    """Then it is text like any other, what is withheld of it too, and one that ends later still counts."""
+    stream = TextStream(vocabulary_of(b"aba", b"b", b"c"), ["abab"])
+    assert [stream.push(0), stream.push(1, may_stop=False)] == ["", "ab"]
+    assert [stream.push(2), stream.push(0), stream.push(1), stream.stopped] == ["abc", "", "", True]
+    again = TextStream(vocabulary_of(b"aba", b"b"), ["abab"])
+    assert [again.push(0), again.push(1, may_stop=False), again.push(0)] == ["", "ab", ""]
+    assert again.stopped
+
+
 def test_control_tokens_have_no_text() -> None:
     """A control token shows nothing, and does not break a character apart."""
     vocabulary = vocabulary_of(b"\xc3", b"\xa9")

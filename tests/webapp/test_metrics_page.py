@@ -1,18 +1,25 @@
-"""docs/metrics.md lists every family of /metrics, and no other."""
+"""docs/metrics.md lists every family of /metrics, and no other; what live ranks tell is on the page."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flask import Flask, Response, request
 
+from pool.rules.admission import Budgets, Reason
 from pool.store.connection import Client
+from tasks.ports import KVUsage
 from tests.webapp.playing_worker import MODEL, PlayingWorker
+from webapp import engine_metrics
+from workers.telemetry import Telemetry
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+#: What a unit says that a name says too.
+UNIT_OF_SUFFIX = {"bytes": "bytes", "seconds": "seconds", "tokens": "tokens", "pressure": "part of 1"}
 
 
 @pytest.fixture
@@ -39,10 +46,38 @@ def listed() -> dict[str, tuple[str, frozenset[str]]]:
     return {name: (kind, frozenset(labels.replace(",", " ").split())) for name, kind, labels in rows}
 
 
+def told() -> dict[str, Any]:
+    """What a loop tells that has made two steps."""
+    telemetry = Telemetry(Budgets(weight_bytes=77), 10, KVUsage(1000, 333, 100, 50, 4), lambda: 1000.0)
+    for rows, took_s in ((3, 0.003), (8, 0.2)):
+        telemetry.planned(rows)
+        telemetry.stepped(took_s)
+        for _ in range(rows):
+            telemetry.decoded(1000.0)
+            telemetry.gap(took_s)
+    telemetry.prefilled(40, 1000.0)
+    telemetry.began(50, 10)
+    for reason in (Reason.QUEUE_FULL, Reason.KV_BUDGET, Reason.QUEUE_FULL):
+        telemetry.rejected_for(reason)
+    return telemetry.data(active=8, waiting=1)
+
+
+def beat(worker: PlayingWorker, rank: str, facts: dict[str, Any]) -> None:
+    """A heartbeat of a rank."""
+    assert worker.registry.beat(rank, "life-1", lease_ms=60_000, facts=facts)
+
+
+def engine_samples(app: Flask) -> dict[str, float]:
+    """Samples of batching loops, by name and labels, without the prefix."""
+    text = app.test_client().get("/metrics").get_data(as_text=True)
+    return {name: float(value) for name, value in re.findall(r"^genpool_engine_(\S+) (\S+)$", text, re.MULTILINE)}
+
+
 @pytest.mark.usefixtures("limited")
-def test_the_page_lists_every_family(make_app: Callable[..., Flask]) -> None:
+def test_the_page_lists_every_family(make_app: Callable[..., Flask], worker: PlayingWorker) -> None:
     """With its type and the names of its labels; `genpool_..._created` is left out."""
     app = make_app()
+    beat(worker, worker.rank, told())
 
     @app.after_request
     def break_one(response: Response) -> Response:
@@ -55,6 +90,59 @@ def test_the_page_lists_every_family(make_app: Callable[..., Flask]) -> None:
         http.get(path)
     shown = families(http.get("/metrics").get_data(as_text=True))
     assert {name: found for name, found in shown.items() if not name.endswith("_created")} == listed()
+
+
+def test_every_family_has_a_unit() -> None:
+    """The one that its name says, where that says one."""
+    rows = re.findall(
+        r"^\| `(genpool_\w+)` \|[^|]*\|[^|]*\|[^|]*\| ([^|]+) \| [^|]+ \|$", PAGE.read_text(), re.MULTILINE
+    )
+    assert {name for name, _ in rows} == listed().keys()
+    for name, unit in rows:
+        suffix = name.removesuffix("_total").rpartition("_")[2]
+        assert unit == UNIT_OF_SUFFIX.get(suffix, unit), name
+
+
+def test_every_figure_of_a_loop_is_a_family() -> None:
+    """But for those that are the sum of one."""
+    shown = {*engine_metrics.GAUGES, *engine_metrics.COUNTERS, *engine_metrics.HISTOGRAMS, engine_metrics.BY_REASON}
+    assert told().keys() - shown == {"rejected_admissions_total", "step_seconds_total"}
+    assert shown <= told().keys()
+
+
+def test_a_rank_is_shown_as_it_told(app: Flask, worker: PlayingWorker) -> None:
+    """Each with series of its own, and cumulative buckets. One that tells nothing yet, or is of another version, lacks
+    what it does not tell, and takes nothing from the others."""
+    beat(worker, "rank-a", told())
+    beat(worker, "rank-b", {"active_sessions": 2, "rejected_by_reason": {"rejected-for-tomorrow": 5}})
+    found = engine_samples(app)
+    a, b = (f'model="{MODEL}",rank="rank-{name}"' for name in "ab")
+    assert found[f"active_sessions{{{a}}}"] == 8
+    assert (found[f"kv_total_bytes{{{a}}}"], found[f"kv_pressure{{{a}}}"]) == (3330, 0.333)
+    assert (found[f"prompt_tokens_total{{{a}}}"], found[f"prompt_tokens_cached_total{{{a}}}"]) == (50, 10)
+    assert found[f'step_seconds_bucket{{le="0.0025",{a}}}'] == 0
+    assert found[f'step_seconds_bucket{{le="0.005",{a}}}'] == 1
+    assert found[f'step_seconds_bucket{{le="+Inf",{a}}}'] == found[f"step_seconds_count{{{a}}}"] == 2
+    assert found[f"step_seconds_sum{{{a}}}"] == 0.203
+    assert found[f'batch_occupancy_bucket{{le="4",{a}}}'] == 1
+    assert (found[f"batch_occupancy_count{{{a}}}"], found[f"batch_occupancy_sum{{{a}}}"]) == (2, 11)
+    assert found[f"inter_token_seconds_count{{{a}}}"] == 11
+    rejected = {
+        re.findall('reason="(.*)"', name)[0]: value
+        for name, value in found.items()
+        if name.startswith("rejected") and "rank-a" in name
+    }
+    assert rejected == {
+        "rejected-queue-full": 2,
+        "rejected-kv-budget": 1,
+        "rejected-scratch-budget": 0,
+        "rejected-duplicate": 0,
+        "rejected-invalid": 0,
+        "other": 0,
+    }
+    assert found[f'rejected_admissions_total{{{b},reason="other"}}'] == 5
+    assert {name.partition("{")[0] for name in found if b in name} == {"active_sessions", "rejected_admissions_total"}
+    assert not [name for name in found if worker.rank in name]
 
 
 def test_the_memory_share_is_that_of_the_limit(make_app: Callable[..., Flask], limited: Client) -> None:

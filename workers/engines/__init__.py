@@ -48,17 +48,23 @@ def _threads(settings: ModelSettings) -> int:
 
 
 def _load_numpy(name: str, settings: ModelSettings, weights: Path | None) -> Engine:
-    threads = _threads(settings)
     if is_random(settings.source):
         seed = _RANDOM.fullmatch(settings.source)
         if seed is None:
             raise ConfigurationError(
                 f"Model {name}: a random source is random:SEED, SEED up to 9 digits.", param="source"
             )
-        return NumpyLlama(*tiny_llama(int(seed[1])), threads=threads, kv_bytes=settings.kv_budget_bytes)
-    if weights is None:
+        model = tiny_llama(int(seed[1]))
+    elif weights is None:
         raise ConfigurationError(f"Model {name}: no weights for {settings.source!r}.", param="source")
-    return NumpyLlama(*read_gguf(weights), threads=threads, kv_bytes=settings.kv_budget_bytes)
+    else:
+        model = read_gguf(weights)
+    return NumpyLlama(
+        *model,
+        threads=_threads(settings),
+        kv_bytes=settings.kv_budget_bytes,
+        exact=settings.exact,
+    )
 
 
 def _load_llama_cpp(name: str, settings: ModelSettings, weights: Path | None) -> Engine:

@@ -5,6 +5,9 @@ in a batch of 5. So rows come in tiles, and every product has one and the same s
 block of a prompt. A row's bits then depend on the row (and, in a block, on its place there) alone; `measure` checks on
 this machine's kernels that a decode row's place does not matter either.
 
+Few rows in a tile of 8 cost as much as 8. Many kernels give the rows of a shorter tile the same bits, down to two rows
+(one alone is another kernel's, a product with a vector). Which do is measured, too, and only those are used.
+
 The matrix is stored in panels of columns. A panel is read from memory in one stretch, and it is narrow enough that
 OpenBLAS multiplies 8 rows with it directly instead of first copying it into its own order, which would cost more than
 the product. Long prompts want the opposite: many rows a product. Many kernels give a wide product the same bits as its
@@ -21,6 +24,7 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
@@ -31,6 +35,10 @@ TILE = 8
 BLOCK = 16
 #: Row counts tried as one product of a prompt's rows, the largest first.
 WIDE_ROWS = (256, 128, 64, 32)
+#: Row counts tried as a short tile of decode rows, in ascending order.
+SHORT_ROWS = range(2, TILE)
+#: Panels that a short tile is tried with: all have one shape.
+_TRIED_PANELS = 4
 
 
 def padded(rows: int, unit: int) -> int:
@@ -38,14 +46,21 @@ def padded(rows: int, unit: int) -> int:
     return -(-rows // unit) * unit
 
 
+def decode_rows_padded(count: int, short: tuple[int, ...]) -> int:
+    """The number of `count` decode rows with padding: to the next of `short`, ascending, or to whole tiles."""
+    return next((rows for rows in short if rows >= count), padded(count, TILE)) if count else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What this machine's kernels do with one shape: whether a decode row's bits are its own whatever its place; which
-    wide row counts give the bits of blocks; and a hash of the bits, which tells kernels apart."""
+    """What this machine's kernels do with one shape: whether a decode row's bits are its own whatever its place; a hash
+    of the bits, which tells kernels apart; which short row counts give the bits of tiles, and which wide ones those of
+    blocks."""
 
     rows_independent: bool
-    wide: tuple[int, ...]
     bits: str
+    short: tuple[int, ...] = ()
+    wide: tuple[int, ...] = ()
 
 
 class Crew:
@@ -73,8 +88,32 @@ class Crew:
             self._pool.shutdown()
 
 
+class Linear(Protocol):
+    """`y = x @ matrix`."""
+
+    def __call__(self, x: Floats, *, decode_rows: int) -> Floats:
+        """x (R, inputs) -> (R, outputs): first `decode_rows` decode rows, then rows of prompts."""
+        ...
+
+
+class PlainLinear:
+    """`y = x @ matrix`, the matrix given as `panels` (P, inputs, outputs / P), all rows in one product. A row's bits
+    may depend on how many there are."""
+
+    __slots__ = ("_crew", "_panels")
+
+    def __init__(self, panels: Floats, crew: Crew) -> None:
+        self._crew = crew
+        self._panels = panels
+
+    def __call__(self, x: Floats, *, decode_rows: int) -> Floats:  # noqa: ARG002 - all rows are alike
+        y = np.empty((len(x), self._panels.shape[0] * self._panels.shape[2]), np.float32)
+        _at_once(self._crew, x, self._panels, y)
+        return y
+
+
 class ExactLinear:
-    """`y = x @ matrix`, the matrix given as `panels` (P, inputs, outputs / P)."""
+    """`y = x @ matrix`, the matrix given as `panels` (P, inputs, outputs / P), every row's bits its own."""
 
     __slots__ = ("_crew", "_outputs", "_panels", "_wide")
 
@@ -85,10 +124,10 @@ class ExactLinear:
         self._wide = wide
 
     def __call__(self, x: Floats, *, decode_rows: int) -> Floats:
-        """x (R, inputs) -> (R, outputs): first `decode_rows`, a multiple of 8, then a multiple of 16 of prompt rows."""
+        """See `Linear`. `decode_rows`: a short tile or whole tiles; the rest: a multiple of 16."""
         y = np.empty((len(x), self._outputs), np.float32)
         if decode_rows:
-            _by_tiles(self._crew, x[:decode_rows], self._panels, y[:decode_rows], TILE)
+            _by_tiles(self._crew, x[:decode_rows], self._panels, y[:decode_rows], min(decode_rows, TILE))
         start = decode_rows
         for size in self._wide:
             while len(x) - start >= size:
@@ -113,7 +152,7 @@ def _at_once(crew: Crew, x: Floats, panels: Floats, y: Floats) -> None:
 
 
 def measure(panels: Floats, crew: Crew, *, limit: int = WIDE_ROWS[0]) -> Measurement:
-    """Try tiles, blocks and wide products of up to `limit` rows with this matrix.
+    """Try tiles, short tiles, blocks and wide products of up to `limit` rows with this matrix.
 
     Kernels choose by shape, never by value, so random rows show what they do.
     """
@@ -130,7 +169,28 @@ def measure(panels: Floats, crew: Crew, *, limit: int = WIDE_ROWS[0]) -> Measure
     tiles = np.empty_like(blocks[: 2 * TILE])
     _by_tiles(crew, x[: 2 * TILE], panels, tiles, TILE)
     bits = hashlib.sha256(tiles.tobytes() + blocks[:BLOCK].tobytes()).hexdigest()
-    return Measurement(_rows_independent(crew, x[: 2 * TILE], panels, tiles), tuple(wide), bits)
+    return Measurement(
+        _rows_independent(crew, x[: 2 * TILE], panels, tiles),
+        bits,
+        short=_short(crew, x[: 2 * TILE], panels, tiles),
+        wide=tuple(wide),
+    )
+
+
+def _short(crew: Crew, x: Floats, panels: Floats, expected: Floats) -> tuple[int, ...]:
+    """Try each short tile with every row in each of its places."""
+    panels = panels[:_TRIED_PANELS]
+    expected = expected[:, : panels.shape[0] * panels.shape[2]]
+    same = []
+    for rows in SHORT_ROWS:
+        attempt = np.empty_like(expected[:rows])
+        for start in range(len(x) - rows + 1):
+            _by_tiles(crew, x[start : start + rows], panels, attempt, rows)
+            if not np.array_equal(attempt, expected[start : start + rows]):
+                break
+        else:
+            same.append(rows)
+    return tuple(same)
 
 
 def _rows_independent(crew: Crew, x: Floats, panels: Floats, expected: Floats) -> bool:

@@ -124,9 +124,12 @@ class LlamaContext:
 
     def state(self, slot: int) -> bytes:
         """What the slot holds, as bytes; empty when that fails."""
-        return self._read(slot).tobytes()
+        try:
+            return self._read(slot).tobytes()
+        except MemoryError:
+            return b""
 
-    def set_state(self, slot: int, state: bytes | npt.NDArray[np.uint8]) -> bool:
+    def set_state(self, slot: int, state: bytes | memoryview | npt.NDArray[np.uint8]) -> bool:
         """Replace what the slot holds. False: the bytes are not of such a context; the slot is empty then."""
         self._check_slot(slot)
         content = np.frombuffer(state, np.uint8)
@@ -143,13 +146,18 @@ class LlamaContext:
         """Make the target hold what the source holds. False: it failed, and the target is empty."""
         if self.held(source) == 0:
             return self.cut(target, 0)
-        return self.set_state(target, self._read(source)) and self.held(target) == self.held(source)
+        try:
+            state = self._read(source)
+        except MemoryError:
+            self.cut(target, 0)
+            return False
+        return self.set_state(target, state) and self.held(target) == self.held(source)
 
     def swap(self, first: int, second: int) -> tuple[bool, bool]:
         """The contents of two slots change places. Returns whether each slot holds the other's; one that does not is
         empty."""
         lengths = self.held(first), self.held(second)
-        kept = self._read(first).copy() if lengths[0] else None
+        kept = self.state(first) if lengths[0] else None
         moved = self.copy(second, first)
         if kept is None:
             return moved, self.cut(second, 0)

@@ -15,13 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from pool.rules.kv_blocks import IntegrityError
 from pool.rules.kv_slots import Key, Placement, SlotPool, Swap
@@ -40,15 +37,14 @@ from tasks.vocabulary import Vocabulary
 from workers.engines.llama_cpp_context import ContextOptions, DecodeFailed, LlamaContext, Row
 from workers.engines.llama_cpp_library import version
 from workers.engines.llama_cpp_selftest import SelfTest, self_test
+from workers.engines.members import Accepted, Limits, accept
+from workers.engines.snapshots import Snapshot
 
 log = logging.getLogger("genpool.llama_cpp")
 
 PREFILL_GRID = 16
 #: Raised whenever a change of code changes bits or what a snapshot holds.
 NUMERIC_POLICY = "partitioned;f16;singles-apart;1"
-
-_MAGIC = b"genpool-llama-1"
-_LENGTHS = struct.Struct("<IQI")  # header bytes, state bytes, CRC-32 of the state
 
 _NOTHING = np.empty(0, np.int32)
 
@@ -62,16 +58,6 @@ class _Session:
     length: int
     prefilled: int
 
-    def problem(self, tokens: TokenIds) -> str | None:
-        """Why these tokens cannot come next, without naming any of them."""
-        stop = self.length + len(tokens)
-        if stop > self.room:
-            return f"the session has room for {self.room} positions, not for {stop}"
-        known = self.prompt[self.length : stop]
-        if not np.array_equal(known, tokens[: len(known)]):
-            return "these are not the tokens of the prompt that the session began with"
-        return None
-
 
 @dataclass(slots=True)
 class _Part:
@@ -84,6 +70,12 @@ class _Part:
     cut: int
     wanted: bool
 
+    @classmethod
+    def of(cls, index: int, member: Member, tokens: list[int]) -> _Part:
+        end = member.start + len(tokens)
+        cut = end - 1 if len(tokens) == 1 or end % PREFILL_GRID == 1 else end
+        return cls(index, (member.session, member.epoch), tokens, member.start, cut, member.wants_logits)
+
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
@@ -92,10 +84,9 @@ class _Part:
         return Row(slot, self.tokens[-1], self.end - 1, self.wanted)
 
     def piece(self, slot: int, start: int, stop: int) -> list[Row]:
-        """Rows of positions [start, stop)."""
+        """Rows of positions [start, stop). The last one's logits show whether all of them are numbers."""
         tokens = self.tokens[start - self.start : stop - self.start]
-        wanted = self.wanted and stop == self.end
-        return [Row(slot, token, start + k, wanted and start + k == stop - 1) for k, token in enumerate(tokens)]
+        return [Row(slot, token, start + k, start + k == stop - 1) for k, token in enumerate(tokens)]
 
 
 class LlamaCpp:
@@ -122,6 +113,7 @@ class LlamaCpp:
         self._pool = SlotPool(options.slots, context.slot_tokens, PREFILL_GRID)
         self._sessions: dict[Key, _Session] = {}
         self._tested = _tested(context, options)
+        self._limits = Limits(vocabulary.size, self._context_length, PREFILL_GRID)
         self._fingerprint = _fingerprint(options, vocabulary, digest, self._tested)
 
     @property
@@ -177,9 +169,9 @@ class LlamaCpp:
         placement = self._pool.begin(key, prompt, positions, scope)
         if placement is None:
             return None
-        held = self._place(key, placement)
-        self._sessions[key] = _Session(prompt.copy(), positions, held, held)
-        return held
+        known = self._sessions[key] = _Session(prompt.copy(), positions, 0, 0)
+        known.length = known.prefilled = self._place(key, placement)
+        return known.length
 
     def extend(self, session: str, epoch: int, positions: int) -> bool:
         """See `tasks.ports.Engine.extend`. Every slot has room for the longest session."""
@@ -198,7 +190,6 @@ class LlamaCpp:
         epoch: int,
         *,
         tokens: TokenIds | None = None,
-        scope: str = "",  # noqa: ARG002 - that of `begin`
         holder: str = "",
     ) -> None:
         """See `tasks.ports.Engine.release`. The last slot that nobody was promised is promised to nobody."""
@@ -220,31 +211,33 @@ class LlamaCpp:
         if known is None or known.length == 0 or self._context.closed:
             return None
         state = self._context.state(self._pool.slot((session, epoch)))
-        head = {"fingerprint": self._fingerprint, "length": known.length, "prefilled": known.prefilled}
-        header = json.dumps(head).encode()
-        return b"".join((_MAGIC, _LENGTHS.pack(len(header), len(state), zlib.crc32(state)), header, state))
+        if not state:
+            return None
+        return Snapshot(known.length, known.prefilled, state).to_bytes(self._fingerprint, known.prompt)
 
     def restore(self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = "") -> bool:
         """See `tasks.ports.Engine.restore`. Raises ValueError for a session that has begun."""
         key = (session, epoch)
         if key in self._sessions:
             raise ValueError("the session has begun already")
-        opened = _opened(blob, self._fingerprint)
-        if opened is None or self._context.closed or not opened[0] <= positions <= self._context_length:
+        saved = Snapshot.from_bytes(blob, self._fingerprint, prompt)
+        if saved is None or self._context.closed or not saved.length <= positions <= self._context_length:
             return False
-        length, prefilled, state = opened
+        length = saved.length
         # Nothing of the prompt is looked for: all of it is in the snapshot.
         placement = self._pool.begin(key, prompt[:0], positions, scope)
         if placement is None:
             return False
+        findable = min(saved.prefilled, length, len(prompt))
+        self._sessions[key] = _Session(prompt.copy(), positions, length, findable)
         self._place(key, placement)
+        if key not in self._sessions:
+            return False
         slot = self._pool.slot(key)
-        if not self._context.set_state(slot, state) or self._context.held(slot) != length:
-            self._pool.empty(slot)
+        if not self._context.set_state(slot, saved.payload) or self._context.held(slot) != length:
+            self._lose(slot)
             self._context.cut(slot, 0)
             return False
-        findable = min(prefilled, length, len(prompt))
-        self._sessions[key] = _Session(prompt.copy(), positions, length, findable)
         self._pool.learn(key, prompt, findable)
         return True
 
@@ -273,9 +266,14 @@ class LlamaCpp:
         self._forget_all()
 
     def _place(self, key: Key, placement: Placement) -> int:
-        """Do what the books decided. Returns how many positions the session begins with: none, where copying failed."""
+        """Do what the books decided. Returns how many positions the session begins with: none, where copying failed.
+        One whose slot was lost is no session then."""
         for swap in placement.swaps:
             self._swap(swap)
+        if key not in self._sessions:
+            return 0
+        if placement.spare is not None and not self._context.copy(placement.slot, placement.spare):
+            self._lose(placement.spare)
         copied = placement.source is None or self._context.copy(placement.source, placement.slot)
         held = placement.held if copied else 0
         if not self._context.cut(placement.slot, held):
@@ -306,13 +304,15 @@ class LlamaCpp:
 
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
         """See `tasks.ports.Engine.step`. Rows of logits are the caller's own."""
+        if self._context.closed:
+            return [MemberError("the engine is closed") for _ in batch]
         results: list[StepResult | None] = [None] * len(batch)
         parts: list[_Part] = []
         seen: set[Key] = set()
         for index, member in enumerate(batch):
-            accepted = self._accept(index, member, seen)
-            if isinstance(accepted, _Part):
-                parts.append(accepted)
+            accepted = accept(member, seen, self._sessions.get, self._limits)
+            if isinstance(accepted, Accepted):
+                parts.append(_Part.of(index, member, accepted.tokens.tolist()))
             else:
                 results[index] = accepted
         if parts:
@@ -321,58 +321,27 @@ class LlamaCpp:
             self._run(parts, results)
         return [result if result is not None else CacheMiss() for result in results]
 
-    def _accept(self, index: int, member: Member, seen: set[Key]) -> _Part | StepResult:
-        """Check one member."""
-        if self._context.closed:
-            return MemberError("the engine is closed")
-        key = (member.session, member.epoch)
-        if key in seen:
-            return MemberError("the session is in this batch already")
-        seen.add(key)
-        tokens = np.array(member.tokens, np.int64)  # (T,)
-        problem = self._problem(tokens, member.start)
-        if problem:
-            return MemberError(problem)
-        session = self._sessions.get(key)
-        if session is None or session.length != member.start:
-            return CacheMiss()
-        problem = session.problem(tokens.astype(np.int32))
-        if problem:
-            return MemberError(problem)
-        end = member.start + len(tokens)
-        cut = end - 1 if len(tokens) == 1 or end % PREFILL_GRID == 1 else end
-        return _Part(index, key, tokens.tolist(), member.start, cut, member.wants_logits)
-
-    def _problem(self, tokens: npt.NDArray[np.int64], start: int) -> str | None:
-        """Why these tokens cannot run, without naming any of them."""
-        if tokens.ndim != 1 or len(tokens) == 0:
-            return "a member needs a non-empty, one-dimensional array of tokens"
-        size = self._vocabulary.size
-        if tokens.min() < 0 or tokens.max() >= size:
-            return f"a token id is outside the vocabulary, 0 to {size - 1}"
-        if start < 0 or start + len(tokens) > self._context_length:
-            return f"position {start + len(tokens) - 1} is outside the context of {self._context_length} positions"
-        if len(tokens) > 1 and start % PREFILL_GRID:
-            return f"a prefill chunk must start at a multiple of {PREFILL_GRID}, not at {start}"
-        return None
-
     def _run(self, parts: Sequence[_Part], results: list[StepResult | None]) -> None:
         """Pieces of prompts first, then all single tokens in one batch."""
-        # Moving slots may have lost one.
-        here = [part for part in parts if part.key in self._sessions]
-        done = [part for part in here if part.cut == part.start or self._prefill(part, results)]
+        # Moving slots may have lost one, and a piece whose numbers overflowed all that come after it.
+        done = [part for part in parts if self._is_here(part) and self._prefill(part, results)]
         # By slot: llama.cpp computes rows together whose slots follow each other.
-        singles = sorted((part for part in done if part.cut < part.end), key=self._slot)
+        singles = sorted((part for part in done if part.cut < part.end and self._is_here(part)), key=self._slot)
         if singles:
             self._decode(singles, results)
 
     def _prefill(self, part: _Part, results: list[StepResult | None]) -> bool:
-        """Compute the part's piece of a prompt, in batches that end on the grid. False: it failed."""
+        """Compute the part's piece of a prompt, if it has one, in batches that end on the grid. False: it failed."""
+        if part.cut == part.start:
+            return True
         slot, limit = self._slot(part), self._context.batch_rows // PREFILL_GRID * PREFILL_GRID
         rows: list[Logits] = []
         try:
             for start in range(part.start, part.cut, limit):
                 rows = self._context.decode(part.piece(slot, start, min(start + limit, part.cut)))
+                if not np.isfinite(rows[0].max()):
+                    self._wipe(part, results)
+                    return False
         except DecodeFailed as error:
             self._fail(part, error, results)
             return False
@@ -390,7 +359,7 @@ class LlamaCpp:
                 return
             log.error("a batch of %d failed: %s", len(parts), error)
             for part in parts:
-                if self._cut_back(part, part.cut):
+                if self._is_here(part) and self._cut_back(part, part.cut):
                     self._decode([part], results)
             return
         for part in parts:
@@ -399,10 +368,7 @@ class LlamaCpp:
     def _finish(self, part: _Part, row: Logits | None, results: list[StepResult | None]) -> None:
         """The part is computed; `row` (V,): its logits, where wanted."""
         if row is not None and not np.isfinite(row.max()):
-            # What is no number would show through every mask to whoever has the slot next: all KV is wiped.
-            results[part.index] = MemberError("the model's numbers overflowed")
-            self._forget_all()
-            self._context.clear()
+            self._wipe(part, results)
             return
         session = self._sessions.get(part.key)
         if session is None:  # wiped in this step
@@ -412,6 +378,13 @@ class LlamaCpp:
         session.length = part.end
         self._pool.written(part.key, session.prefilled)
         results[part.index] = StepLogits(row, part.end)
+
+    def _wipe(self, part: _Part, results: list[StepResult | None]) -> None:
+        """The part's numbers are none, which would show through every mask to whoever has the slot next: it fails, and
+        all KV goes."""
+        results[part.index] = MemberError("the model's numbers overflowed")
+        self._forget_all()
+        self._context.clear()
 
     def _fail(self, part: _Part, error: DecodeFailed, results: list[StepResult | None]) -> None:
         """The part alone could not be computed; its session is as it was."""
@@ -426,6 +399,9 @@ class LlamaCpp:
         self._context.cut(slot, 0)
         self._lose(slot)
         return False
+
+    def _is_here(self, part: _Part) -> bool:
+        return part.key in self._sessions
 
     def _slot(self, part: _Part) -> int:
         return self._pool.slot(part.key)
@@ -454,20 +430,3 @@ def _fingerprint(options: ContextOptions, vocabulary: Vocabulary, digest: str, t
         "bits": tested.bits,
     }
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def _opened(blob: bytes, fingerprint: str) -> tuple[int, int, bytes] | None:
-    """Length, prefilled positions and state of a sound snapshot."""
-    start = len(_MAGIC) + _LENGTHS.size
-    if len(blob) < start or not blob.startswith(_MAGIC):
-        return None
-    header_bytes, state_bytes, checksum = _LENGTHS.unpack_from(blob, len(_MAGIC))
-    state = blob[start + header_bytes :]
-    if len(state) != state_bytes or zlib.crc32(state) != checksum:
-        return None
-    try:
-        header = json.loads(blob[start : start + header_bytes])
-        length, prefilled, known = int(header["length"]), int(header["prefilled"]), str(header["fingerprint"])
-    except (ValueError, KeyError, TypeError):
-        return None
-    return (length, prefilled, state) if known == fingerprint else None

@@ -3,7 +3,7 @@
 A session's results depend on its tokens and their positions only: not on which sessions share the step, not on their
 order, not on how the prompt was cut. Three rules make that true.
 
-* Linear maps run in tiles of 8 decode rows and blocks of 16 prompt rows (`exact_linear`). Everything else that spans a
+* Linear maps run in tiles of decode rows and blocks of 16 prompt rows (`exact_linear`). Everything else that spans a
   batch works element by element or sums along one row.
 * Attention multiplies with whole pages of KV, which all have the same shape (`paged_attention`).
 * A prompt runs in blocks on the absolute grid: block j holds positions 16j .. 16j + 15, whatever chunk it came in. A
@@ -15,19 +15,20 @@ bits that computing it would give.
 
 A generated token's KV is that of a decode row; prefilling it instead gives slightly other bits. So a takeover prefills
 the original prompt and replays logged tokens as decode rows, and `recompute_exact` is False.
+
+With `exact=False` linear maps are single products of all rows instead, and none of this is promised.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tasks.ports import (
-    CacheMiss,
     Capability,
     KVUsage,
     Logits,
@@ -38,8 +39,10 @@ from tasks.ports import (
     TokenIds,
 )
 from tasks.vocabulary import Vocabulary
-from workers.engines.exact_linear import BLOCK, TILE, Crew, ExactLinear, Measurement, measure, padded
+from workers.engines.arithmetic import Arithmetic
+from workers.engines.exact_linear import BLOCK, Crew, Linear, Measurement, padded
 from workers.engines.llama_weights import Floats, LayerWeights, LlamaConfig, LlamaWeights
+from workers.engines.members import Accepted, Key, Limits, accept
 from workers.engines.paged_attention import (
     KV_PAGE,
     BlockSpan,
@@ -53,8 +56,6 @@ from workers.engines.paged_attention import (
 from workers.engines.paged_kv import PagedKV, PagedSession, position_bytes
 
 PREFILL_GRID = BLOCK
-#: Raised whenever a change of code changes bits.
-NUMERIC_POLICY = "float32;panels;tile8;block16;page64;ones-column-softmax;2"
 
 _MAX_SESSIONS = 256
 
@@ -64,15 +65,14 @@ _KV_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    qkv: ExactLinear
-    output: ExactLinear
-    gate_up: ExactLinear
-    down: ExactLinear
+    qkv: Linear
+    output: Linear
+    gate_up: Linear
+    down: Linear
 
     @classmethod
-    def of(cls, weights: LayerWeights, crew: Crew, by_shape: Mapping[tuple[int, ...], Measurement]) -> _Layer:
-        maps = (weights.qkv, weights.output, weights.gate_up, weights.down)
-        return cls(*(ExactLinear(weight, crew, wide=by_shape[weight.shape].wide) for weight in maps))
+    def of(cls, weights: LayerWeights, linear: Callable[[Floats], Linear]) -> _Layer:
+        return cls(*map(linear, (weights.qkv, weights.output, weights.gate_up, weights.down)))
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Where everything is in a step's rows: decode rows, padded to tiles, then prompt blocks. `tokens`, `blocks`: the
+    """Where everything is in a step's rows: decode rows with their padding, then prompt blocks. `tokens`, `blocks`: the
     pages that they attend to."""
 
     decodes: list[_Run]
@@ -136,14 +136,14 @@ class _Plan:
     blocks: list[BlockSpan]
 
     @classmethod
-    def of(cls, parts: Iterable[_Part], config: LlamaConfig) -> _Plan:
+    def of(cls, parts: Iterable[_Part], config: LlamaConfig, padding: Callable[[int], int]) -> _Plan:
         """Gives every run its rows."""
         runs = [(part.prompt, part.token) for part in parts]
         decodes = [token for _, token in runs if token]
         prompts = [prompt for prompt, _ in runs if prompt]
         for row, run in enumerate(decodes):
             run.row = row
-        decode_rows = rows = padded(len(decodes), TILE)
+        decode_rows = rows = padding(len(decodes))
         blocks: list[BlockSpan] = []
         for run in prompts:
             run.row = rows
@@ -175,20 +175,27 @@ class NumpyLlama:
     `kv_bytes`. Not for several callers at once."""
 
     def __init__(
-        self, weights: LlamaWeights, vocabulary: Vocabulary, *, threads: int = 1, kv_bytes: int = _KV_BYTES
+        self,
+        weights: LlamaWeights,
+        vocabulary: Vocabulary,
+        *,
+        threads: int = 1,
+        kv_bytes: int = _KV_BYTES,
+        exact: bool = True,
     ) -> None:
         self._config = config = weights.config
         self._vocabulary = vocabulary
         self._weights: LlamaWeights | None = weights
         self._crew = Crew(threads)
         self._kv = PagedKV(config, kv_bytes)
-        by_shape, of_head = _measured(weights, self._crew)
+        arithmetic = Arithmetic.exact(weights, self._crew) if exact else Arithmetic.plain(self._crew)
         attention = measure_attention(config)
-        self._layers = tuple(_Layer.of(layer, self._crew, by_shape) for layer in weights.layers)
-        self._head: ExactLinear | None = ExactLinear(weights.head, self._crew)
-        measurements = (*by_shape.values(), of_head, attention)
-        self._invariant = all(measurement.rows_independent for measurement in measurements)
-        self._fingerprint = _fingerprint(weights, vocabulary, measurements)
+        self._layers = tuple(_Layer.of(layer, arithmetic.linear) for layer in weights.layers)
+        self._head: Linear | None = arithmetic.linear(weights.head)
+        self._padding = arithmetic.padding
+        self._invariant = arithmetic.invariant and attention.rows_independent
+        self._limits = Limits(config.vocabulary_size, config.context_length, PREFILL_GRID)
+        self._fingerprint = _fingerprint(weights, vocabulary, arithmetic.policy, (*arithmetic.kernels, attention))
         self._cos, self._sin = _rotations(config)
 
     @property
@@ -224,13 +231,15 @@ class NumpyLlama:
 
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
         """See `tasks.ports.Engine.step`. Rows of logits are the caller's own."""
+        if self._weights is None:
+            return [MemberError("the engine is closed") for _ in batch]
         results: list[StepResult | None] = [None] * len(batch)
         parts: dict[int, _Part] = {}
-        seen: set[tuple[str, int]] = set()
+        seen: set[Key] = set()
         for index, member in enumerate(batch):
-            accepted = self._accept(member, seen)
-            if isinstance(accepted, _Part):
-                parts[index] = accepted
+            accepted = accept(member, seen, self._kv.get, self._limits)
+            if isinstance(accepted, Accepted):
+                parts[index] = _Part.of(accepted.session, accepted.tokens, member.start)
             else:
                 results[index] = accepted
         if parts:
@@ -254,7 +263,6 @@ class NumpyLlama:
         epoch: int,
         *,
         tokens: TokenIds | None = None,
-        scope: str = "",  # noqa: ARG002 - that of `begin`
         holder: str = "",
     ) -> None:
         self._kv.release((session, epoch), tokens, holder)
@@ -283,38 +291,8 @@ class NumpyLlama:
         self._kv.clear()
         self._weights, self._layers, self._head = None, (), None
 
-    def _accept(self, member: Member, seen: set[tuple[str, int]]) -> _Part | StepResult:
-        """Check one member."""
-        if self._weights is None:
-            return MemberError("the engine is closed")
-        key = (member.session, member.epoch)
-        if key in seen:
-            return MemberError("the session is in this batch already")
-        seen.add(key)
-        tokens = np.array(member.tokens, np.int64)  # (T,)
-        problem = self._problem(tokens, member.start)
-        if problem:
-            return MemberError(problem)
-        session = self._kv.get(key)
-        if session is None or session.length != member.start:
-            return CacheMiss()
-        problem = session.problem(tokens)
-        return MemberError(problem) if problem else _Part.of(session, tokens, member.start)
-
-    def _problem(self, tokens: Indices, start: int) -> str | None:
-        """Why these tokens cannot run, without naming any of them."""
-        if tokens.ndim != 1 or len(tokens) == 0:
-            return "a member needs a non-empty, one-dimensional array of tokens"
-        if tokens.min() < 0 or tokens.max() >= self._config.vocabulary_size:
-            return f"a token id is outside the vocabulary, 0 to {self._config.vocabulary_size - 1}"
-        if start < 0 or start + len(tokens) > self.context_length:
-            return f"position {start + len(tokens) - 1} is outside the context of {self.context_length} positions"
-        if len(tokens) > 1 and start % PREFILL_GRID:
-            return f"a prefill chunk must start at a multiple of {PREFILL_GRID}, not at {start}"
-        return None
-
     def _run(self, batch: Sequence[Member], parts: dict[int, _Part], results: list[StepResult | None]) -> None:
-        plan = _Plan.of(parts.values(), self._config)
+        plan = _Plan.of(parts.values(), self._config, self._padding)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             x = self._forward(plan)
             sick = set() if np.isfinite(x).all() else self._sick(parts, x)
@@ -384,7 +362,7 @@ class NumpyLlama:
         assert weights is not None and head is not None
         if not last_rows:
             return []
-        chosen = np.zeros((padded(len(last_rows), TILE), self._config.width), np.float32)
+        chosen = np.zeros((self._padding(len(last_rows)), self._config.width), np.float32)
         chosen[: len(last_rows)] = x[list(last_rows)]
         logits = head(self._normalised(chosen) * weights.final_norm, decode_rows=len(chosen))  # (R, V)
         return list(logits[: len(last_rows)])
@@ -430,25 +408,16 @@ def _rotations(config: LlamaConfig) -> tuple[Floats, Floats]:
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def _measured(weights: LlamaWeights, crew: Crew) -> tuple[dict[tuple[int, ...], Measurement], Measurement]:
-    """What this machine does with each shape of the layers' maps, and with the head."""
-    by_shape: dict[tuple[int, ...], Measurement] = {}
-    for layer in weights.layers:
-        for weight in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            if weight.shape not in by_shape:
-                by_shape[weight.shape] = measure(weight, crew)
-    # The head sees last rows only, in tiles: no wide products to measure.
-    return by_shape, measure(weights.head, crew, limit=0)
-
-
-def _fingerprint(weights: LlamaWeights, vocabulary: Vocabulary, measurements: Iterable[Measurement]) -> str:
+def _fingerprint(
+    weights: LlamaWeights, vocabulary: Vocabulary, policy: str, measurements: Iterable[Measurement]
+) -> str:
     """SHA-256 (hex) of everything that decides an engine's bits. The kernels are known by the bits they made."""
     build = np.show_config(mode="dicts")
     document = {
         "weights": weights.digest,
         "config": weights.config.describe(),
         "vocabulary": vocabulary.fingerprint(),
-        "policy": NUMERIC_POLICY,
+        "policy": policy,
         "numpy": np.__version__,
         "blas": build["Build Dependencies"]["blas"].get("version"),
         "simd": build["SIMD Extensions"],

@@ -245,4 +245,4 @@ def measure_attention(config: LlamaConfig) -> Measurement:
         for table in (near, far)
     )
     bits = hashlib.sha256(b"".join(each.tobytes() for each in one_by_one)).hexdigest()
-    return Measurement(rows_independent=independent, wide=(), bits=bits)
+    return Measurement(rows_independent=independent, bits=bits)

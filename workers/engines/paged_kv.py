@@ -10,10 +10,6 @@ page (a generated token's KV differs in the last bits) stays its session's own, 
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,12 +20,9 @@ from pool.errors import ConfigurationError
 from pool.rules.kv_blocks import BlockPool
 from tasks.ports import KVUsage, TokenIds
 from workers.engines.llama_weights import Floats, LlamaConfig
+from workers.engines.members import Key
 from workers.engines.paged_attention import KV_PAGE, Run, rows_of
-
-_MAGIC = b"genpool-kv-2"
-_LENGTHS = struct.Struct("<IQI")  # header bytes, payload bytes, CRC-32 of the payload
-
-Key = tuple[str, int]
+from workers.engines.snapshots import Snapshot
 
 
 @dataclass(slots=True, eq=False)
@@ -44,16 +37,6 @@ class PagedSession:
     prefilled: int
     table: Sequence[int] = ()
     runs: Sequence[Run] = ()
-
-    def problem(self, tokens: npt.NDArray[np.int64]) -> str | None:
-        """Why these tokens cannot come next, without naming any of them."""
-        stop = self.length + len(tokens)
-        if stop > self.room:
-            return f"the session has room for {self.room} positions, not for {stop}"
-        known = self.prompt[self.length : stop]
-        if len(known) and not np.array_equal(known, tokens[: len(known)]):
-            return "these are not the tokens of the prompt that the session began with"
-        return None
 
     def places(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Page and place in it (n,) of each of the positions [start, stop)."""
@@ -182,39 +165,28 @@ class PagedKV:
         pages, places = session.places(0, session.length)
         # (length, layers, kv_heads, head_dim) both
         payload = self.keys[:, pages, :, :, places].tobytes() + self.values[:, pages, :, places, :-1].tobytes()
-        document = {
-            "fingerprint": fingerprint,
-            "length": session.length,
-            "prefilled": session.prefilled,
-            "prompt": _digest(session.prompt),
-        }
-        header = json.dumps(document).encode()
-        return b"".join((_MAGIC, _LENGTHS.pack(len(header), len(payload), zlib.crc32(payload)), header, payload))
+        return Snapshot(session.length, session.prefilled, payload).to_bytes(fingerprint, session.prompt)
 
     def from_bytes(self, key: Key, fingerprint: str, blob: bytes, prompt: TokenIds, positions: int, scope: str) -> bool:
         """Begin a session as `to_bytes` saw it. False, and nothing happens, for bytes that are damaged, of another
         fingerprint or another prompt, and when there is no room."""
-        opened = _open(blob)
-        if opened is None:
+        snapshot = Snapshot.from_bytes(blob, fingerprint, prompt)
+        if snapshot is None:
             return False
-        header, payload = opened
-        if header.get("fingerprint") != fingerprint or header.get("prompt") != _digest(prompt):
-            return False
-        config = self._config
-        length, prefilled = int(header["length"]), int(header["prefilled"])
+        config, length = self._config, snapshot.length
         shape = (2, length, config.layers, config.kv_heads, config.head_dim)
-        if payload.nbytes != 4 * np.prod(shape) or length > positions:
+        if len(snapshot.payload) != 4 * np.prod(shape) or length > positions:
             return False
         session = self.begin(key, prompt, positions, scope, share=length)
         if session is None:
             return False
         start = session.length
         pages, places = session.places(start, length)
-        keys, values = np.frombuffer(payload, np.float32).reshape(shape)
+        keys, values = np.frombuffer(snapshot.payload, np.float32).reshape(shape)
         self.keys[:, pages, :, :, places] = keys[start:]
         self.values[:, pages, :, places, :-1] = values[start:]
         self.values[:, pages, :, places, -1] = 1
-        self.advance(session, length, prefilled=prefilled)
+        self.advance(session, length, prefilled=snapshot.prefilled)
         return True
 
     def _map(self, session: PagedSession) -> None:
@@ -225,23 +197,3 @@ class PagedKV:
 def position_bytes(config: LlamaConfig) -> int:
     """Bytes of KV one position takes."""
     return config.layers * config.kv_heads * (2 * config.head_dim + 1) * 4
-
-
-def _digest(tokens: TokenIds) -> str:
-    return hashlib.sha256(np.asarray(tokens, "<i4").tobytes()).hexdigest()
-
-
-def _open(blob: bytes) -> tuple[dict[str, str | int], memoryview] | None:
-    """Header and payload of a sound snapshot."""
-    start = len(_MAGIC) + _LENGTHS.size
-    if len(blob) < start or not blob.startswith(_MAGIC):
-        return None
-    header_bytes, payload_bytes, checksum = _LENGTHS.unpack_from(blob, len(_MAGIC))
-    payload = memoryview(blob)[start + header_bytes :]
-    if payload.nbytes != payload_bytes or zlib.crc32(payload) != checksum:
-        return None
-    try:
-        header = json.loads(blob[start : start + header_bytes])
-        return ({**header, "length": int(header["length"]), "prefilled": int(header["prefilled"])}, payload)
-    except (ValueError, KeyError, TypeError):
-        return None
