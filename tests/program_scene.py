@@ -51,7 +51,8 @@ class Scene:
     def __post_init__(self) -> None:
         self.jobs: JobStore = job_store(self.client, cap=1000)
         self.store = ProgramStore(self.client, self.jobs, "tiny", self.settings)
-        self.upkeep = ProgramUpkeep(self.store, Terms(self.max_deliveries, RESULT_TTL_MS, letters_kept=100))
+        self.terms = Terms(self.max_deliveries, RESULT_TTL_MS, letters_kept=100)
+        self.upkeep = ProgramUpkeep(self.store, self.terms)
         self.keys: ProgramKeys = self.store.keys
 
     def close(self) -> None:
