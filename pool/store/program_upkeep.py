@@ -62,11 +62,13 @@ class ProgramUpkeep:
         command = script("seat")(
             record=self._keys.rank(rank),
             members=self._keys.members,
+            sweep=self._keys.sweep,
             at=self._keys.place(rank),
             rank=rank,
             incarnation=incarnation,
             former=former,
             leaves=int(leaves),
+            lease=self._terms.lease_ms,
         )
         with state_errors():
             return [part.decode() for part in run(self._client, command)]
@@ -209,9 +211,11 @@ class ProgramUpkeep:
             return script("program_timer")(
                 at=self._keys.place(declared.rank),
                 **self._keys.of(program),
+                sweep=self._keys.sweep,
                 id=program,
                 rank=declared.rank,
                 kind=kind,
+                lease=self._terms.lease_ms,
             )
 
         code: bytes = run_declared(self._client, self._keys, program, build)[0]
