@@ -364,7 +364,8 @@ class Programs(RuleBasedStateMachine):
         self.client.zadd(self.scene.keys.program_timers, {f"{timer}:{self.id_of(key)}": 1}, xx=True)
         done = "released" if timer == "retention" else "paused"
         swept_steadily(self.client)
-        assert self.scene.upkeep.expire() == [(self.id_of(key), done)]
+        rank = self.world.programs[key].rank
+        assert self.scene.upkeep.expire() == [(self.id_of(key), rank, done)]
         self.world.due(timer, key)
 
     def set_clock(self, data: st.DataObject) -> None:

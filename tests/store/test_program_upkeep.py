@@ -41,7 +41,7 @@ def test_a_hold_ends_by_its_timer(scene: Scene) -> None:
     idle(scene)
     assert scene.upkeep.expire() == []
     scene.due("ttl", "lead")
-    assert scene.upkeep.expire() == [(pid("lead"), "paused")]
+    assert scene.upkeep.expire() == [(pid("lead"), "a", "paused")]
     assert (scene.upkeep.leaving("a"), scene.book()["tokens"]) == ({pid("lead"): 210}, "0")
     assert [sample.segment_rounds for sample in scene.store.snapshot("a").windows.pauses] == [1]
     assert scene.upkeep.expire() == []
@@ -62,7 +62,7 @@ def test_an_idle_paused_program_is_forgotten_in_time(scene: Scene) -> None:
     """One that waits is not; a released generation is remembered for a while."""
     idle(scene, ttl_ms=0)
     scene.due("retention", "lead")
-    assert scene.upkeep.expire() == [(pid("lead"), "released")]
+    assert scene.upkeep.expire() == [(pid("lead"), "a", "released")]
     assert scene.record("lead") is None
     assert 0 < scene.client.pttl(scene.keys.of(pid("lead"))["gone"]) <= 1_800_000
     scene.arrive("lead")
