@@ -99,7 +99,7 @@ class Scene:
     def take(self, rank: str = "a", room: int = 10) -> list[Handout]:
         """What the rank's worker begins; jobs on trial as if it ran nothing else."""
         worker = self.workers[rank]
-        if not self.client.xlen(worker.keys.queue):
+        if self.client.exists(worker.keys.queue) and not self.client.xlen(worker.keys.queue):
             # A server takes its time to end a read that finds nothing.
             return []
         taken = worker.take(room, 1)
