@@ -93,7 +93,7 @@ class JobStore:
             code, *detail = offer(range(len(stored.blocks)))
         if code == b"expired":
             raise JobExpired("This generation has ended and is no longer stored.")
-        if code in (b"full", b"crowded", b"refused"):
+        if code in (b"full", b"crowded", b"many", b"refused"):
             if key is not None:
                 self._release(job, key)
             raise shortage or refusal(job, code, detail, self._pending_per_model)

@@ -33,12 +33,13 @@ CLAIM_MS = 200
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One step of a plan. `kind`: admit, force, pause or mark; `why`: the reason as it is told; `token`: of the request
-    that an admission dispatches."""
+    that an admission dispatches; `figures`: of its decision, in tokens: used, required, reserved for growth."""
 
     kind: str
     program: str
     why: str
     token: str = ""
+    figures: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ def operations_of(plan: RankPlan, seen: Snapshot) -> list[Operation]:
             decision.program,
             decision.reason.value,
             seen.fronts.get(decision.program, ""),
+            (decision.used_tokens, decision.required_tokens, round(decision.reserve_tokens)),
         )
         for decision in plan.admissions
     ]
@@ -98,6 +100,7 @@ class ProgramWay:
             tokens=arrival.tokens,
             force=arrival.force_ms,
             deadline_force=arrival.deadline_ms,
+            most_programs=arrival.max_programs,
             facts=arrival.facts(self.settings),
             first=arrival.first(),
         )
@@ -189,6 +192,7 @@ class ProgramStore:
             ids=[each.program for each in now],
             kinds=[each.kind for each in now],
             details=[f"{each.token} {each.why}" if each.token else each.why for each in now],
+            figures=["" if each.figures is None else "{} {} {}".format(*each.figures) for each in now],
         )
         with state_errors():
             code, *rest = run(self.client, command)

@@ -5,7 +5,7 @@
 -- ARG id str
 -- ARG rank str that it is bound to
 -- ARG kind str ttl or retention
--- INCLUDE clock record book waiting place rest
+-- INCLUDE clock record book figures waiting place rest
 -- FLAGS allow-oom
 -- RETURN {"paused"} | {"released"} | {"early"} | {"void"} | {"moved", rank} to be declared
 at.rank, at.ms = rank, now_ms()
