@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -25,7 +25,7 @@ import click
 from pool.errors import GenpoolError
 from pool.store.connection import connect
 from tasks import dead_letters, job_commands, launch
-from tasks.api_keys import ADMIN, LABEL, METRICS, USER, KeyRing, check_exposed, new_key
+from tasks.api_keys import ADMIN, LABEL, LIMITS, METRICS, USER, KeyLimits, KeyRing, check_exposed, new_key
 from tasks.client import Client
 from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings, state_url
 from tasks.config_docs import markdown
@@ -433,6 +433,13 @@ def pull(names: tuple[str, ...]) -> None:
         click.echo(f"{name}: {path}")
 
 
+def _limit(name: str, text: str) -> Callable[[Any], Any]:
+    """The option of a key's limit, within its bounds."""
+    least, most = LIMITS[name]
+    kind = click.FloatRange(least, most) if name.endswith("_seconds") else click.IntRange(int(least), int(most))
+    return click.option(f"--{name.replace('_', '-')}", name, type=kind, help=text)
+
+
 @cli.group()
 def keys() -> None:
     """API keys."""
@@ -442,10 +449,14 @@ def keys() -> None:
 @click.argument("name")
 @click.option("--admin", "kind", flag_value=ADMIN, help="For what is the operator's, too.")
 @click.option("--metrics", "kind", flag_value=METRICS, help="For /metrics alone: what a scraper needs.")
-def new_api_key(name: str, kind: str | None) -> None:
+@_limit("pending", "Generations of a model at once. Default: limits.pending_per_key.")
+@_limit("max_priority", "Highest priority of a Program's requests. Default: any.")
+@_limit("min_deadline_seconds", "Shortest deadline of a Program's requests. Default: any.")
+@_limit("max_programs", "Programs of a model at once. Default: any number.")
+def new_api_key(name: str, kind: str | None, **limits: Any) -> None:
     """Make an API key for NAME, to whom its jobs will belong. It is printed once and kept nowhere: what is stored, in
     server.keys_file, is the line."""
-    key, line = new_key(name, kind or USER)
+    key, line = new_key(name, kind or USER, KeyLimits(**limits))
     click.echo(f"key   {key}")
     click.echo(f"{LABEL}  {line}")
 
