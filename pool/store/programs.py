@@ -14,6 +14,7 @@ from pool.rules.programs.admission import Reason
 from pool.rules.programs.capacity import FRESH_INTERVALS
 from pool.rules.programs.facts import PauseReason
 from pool.rules.programs.resume import RankPlan
+from pool.rules.programs.tokens import FIRST_COEFFICIENT
 from pool.store.accepting import Accepted
 from pool.store.connection import Client, state_errors
 from pool.store.jobs import JobStore
@@ -162,6 +163,23 @@ class ProgramStore:
         """The record of a Program, None where there is none."""
         with state_errors():
             return stored_of(program, self.client.hgetall(self.keys.record(program)))
+
+    def parent_of(self, program: str) -> str | None:
+        """The stored id of a Program's parent; None for a root, and for one that is not there."""
+        with state_errors():
+            parent = self.client.hget(self.keys.record(program), "parent")
+        return None if parent is None else parent.decode()
+
+    def was_released(self, program: str) -> bool:
+        """Whether a generation of it has been released not long ago."""
+        with state_errors():
+            return bool(self.client.exists(self.keys.of(program)["gone"]))
+
+    def coefficient(self, door: str) -> float:
+        """Tokens that a byte of a prompt is taken for, as learnt from those that came through this door."""
+        with state_errors():
+            learnt = self.client.hget(self.keys.coefficients, door)
+        return FIRST_COEFFICIENT if learnt is None else float(learnt)
 
     def snapshot(self, rank: str) -> Snapshot:
         """What the rules see of a rank."""
