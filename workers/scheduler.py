@@ -414,7 +414,9 @@ class Scheduler:
         self._report.events.append(drawn)
         if session.phase is Phase.DECODING:
             self._telemetry.decoded(now_s)
-        if session.last_token_s is not None:
+        if session.last_token_s is None:
+            session.first_token_s = now_s
+        else:
             self._telemetry.gap(now_s - session.last_token_s)
         session.last_token_s = now_s
         return True

@@ -4,7 +4,7 @@
 -- ARG rank str
 -- ARG incarnation str
 -- ARG former str that shall be away; not looked at when another process takes the rank
--- ARG leaves flag 1: it leaves, though it is registered
+-- ARG leaves flag 1: it leaves, though it is registered; what it has begun may still end there
 -- INCLUDE clock book
 -- FLAGS allow-oom
 -- RETURN {"ok", former incarnation} | {"same"} | {"other", incarnation} | {"live"}
@@ -17,7 +17,7 @@ if incarnation == '' then
   if leaves == 0 and redis.call('HGET', record, 'incarnation') == was then return {'live'} end
 end
 redis.call('HDEL', at.book, 'obs_began_ms', 'obs_tokens', 'obs_moved', 'obs_waiting', 'obs_running')
-redis.call('HSET', at.book, 'incarnation', incarnation, 'leaving', 0)
+redis.call('HSET', at.book, 'incarnation', incarnation, 'leaving', 0, 'closing', leaves == 1 and was or '')
 -- What left the former process is gone with it.
 redis.call('UNLINK', at.leaving)
 redis.call('HINCRBY', at.placement, 'ranks', 1)
