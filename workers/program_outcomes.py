@@ -6,7 +6,7 @@ Ids in logs are stored ids of Programs, never names from outside.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pool.program_settings import ProgramSettings
 from pool.rules.programs.facts import Means
@@ -24,7 +24,7 @@ log = logging.getLogger("genpool.programs")
 class Background:
     """What is known of the rank: what its windows say, and how many active Programs have a request in flight."""
 
-    means: Means = Means()
+    means: Means = field(default_factory=Means)
     reasoning: int = 0
 
 

@@ -158,6 +158,15 @@ class Scheduler:
         self._residence.unpin(holder)
         self._stirred = True
 
+    def holdings(self) -> dict[str, int]:
+        """Tokens that are kept for each holder, and those of its live sessions."""
+        found = self._residence.holdings()
+        for session in (*self._prefilling, *self._decoding):
+            holder = session.generation.holder
+            if holder:
+                found[holder] = found.get(holder, 0) + session.held
+        return found
+
     def unpin_all(self) -> None:
         """Nothing is kept for any holder any more."""
         while self._residence.make_way():

@@ -19,7 +19,8 @@ class Placement:
     of the place; `front`: the job behind it in the pool, once a verb has named it. As its attempt began:
     `previous_prompt_tokens`: 0 before the first; `context_tokens`, `shared_tokens`, `fresh_until_ms` (None: never
     observed); `rounds` since it became active, at `activated_ms`, `segment_rounds` since it was last paused by TTL;
-    `last_finish_ms`: end of its last request, 0 before the first; `dispatched_ms`: when the job was sent; `retention_ms`: its hint, None without one."""
+    `last_finish_ms`: end of its last request, 0 before the first; `dispatched_ms`: when the job was sent;
+    `retention_ms`: its hint, None without one."""
 
     program: str
     rank: str

@@ -20,8 +20,8 @@ class RankDelivery(ProgramDelivery):
     """A ProgramDelivery that takes the model's other jobs too.
 
     Neither kind starves the other: as long as there is room for two, each gets half of it in every read, and the last
-    place goes to each in turn, or to whoever comes first while nobody waits. A read that waits holds no place. `seated`:
-    whether this process has the rank's place, and reads its stream.
+    place goes to each in turn, or to whoever comes first while nobody waits. A read that waits holds no place.
+    `seated`: whether this process has the rank's place, and reads its stream.
     """
 
     seated: bool = True
