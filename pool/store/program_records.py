@@ -32,10 +32,12 @@ class Arrival:
     """What a request brings for its Program.
 
     `name`: the Program's id as its tenant knows it, and `key`, what consistent hashing goes by, "" for the name;
-    `tokens`: of the prompt, an estimate; `force_ms`: after which it
-    resumes by force if it begins to wait now; `deadline_ms`: the same by its own deadline, 0 for none; `parent` and
-    `root`: ids as stored, "" for none; `step`: None to go on counting; `retention_ms`: how long its place shall be kept
-    afterwards, None to leave that to the statistics; `ends`: the Program is over when it has completed.
+    `tokens`: of the prompt, an estimate; `force_ms`: after which it resumes by force if it begins to wait now;
+    `deadline_ms`: the same by its own deadline, 0 for none; `parent` and `root`: ids as stored, "" for none; `step`:
+    None to go on counting; `retention_ms`: how long its place shall be kept afterwards, None to leave that to the
+    statistics; `ends`: the Program is over when it has completed; `max_programs`: that the tenant may have, 0 for any;
+    `prompt_bytes`: of the prompt's JSON, which its count of tokens is compared with; `waits_by_deadline`: the job's
+    queue timeout is its deadline.
     """
 
     tenant: str
@@ -52,6 +54,9 @@ class Arrival:
     blocks_parent: bool = False
     step: int | None = None
     key: str = ""
+    max_programs: int = 0
+    prompt_bytes: int = 0
+    waits_by_deadline: bool = False
 
     def first(self) -> list[Value]:
         """The fields of a record that does not change, as name, value ..."""
@@ -79,6 +84,10 @@ class Arrival:
             pairs["retention_ms"] = self.retention_ms
         if self.ends:
             pairs["ends"] = 1
+        if self.prompt_bytes:
+            pairs["prompt_bytes"] = self.prompt_bytes
+        if self.waits_by_deadline:
+            pairs["waits_by_deadline"] = 1
         return [item for pair in pairs.items() for item in pair]
 
 

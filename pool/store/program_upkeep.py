@@ -66,7 +66,7 @@ class ProgramUpkeep:
 
     def lose(self, rank: str, incarnation: str, *, leaves: bool = False) -> bool:
         """A process has lost its rank, because its registration ran out or, `leaves`, it gives it up; whether it had
-        it."""
+        it. What a process that leaves has begun may still end there, while its leases hold."""
         return self._seat(rank, "", former=incarnation, leaves=leaves)[0] == "ok"
 
     def _seat(self, rank: str, incarnation: str, *, former: str = "", leaves: bool = False) -> list[str]:

@@ -7,7 +7,7 @@
 -- ARG rank str that it is bound to
 -- ARG kind str ttl or retention
 -- ARG lease ms
--- INCLUDE clock gap due record book waiting place rest
+-- INCLUDE clock gap due record book figures waiting place rest
 -- FLAGS allow-oom
 -- RETURN {"paused"} | {"released"} | {"early"} | {"void"} | {"moved", rank} to be declared
 at.rank, at.ms = rank, now_ms()

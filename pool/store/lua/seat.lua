@@ -5,7 +5,7 @@
 -- ARG rank str
 -- ARG incarnation str
 -- ARG former str that shall be away; not looked at when another process takes the rank
--- ARG leaves flag 1: it leaves, though it is registered
+-- ARG leaves flag 1: it leaves, though it is registered; what it has begun may still end there
 -- ARG lease ms
 -- INCLUDE clock gap book
 -- FLAGS allow-oom
@@ -23,7 +23,7 @@ if incarnation == '' then
   redis.call('ZADD', members, 'XX', at.ms, rank)
 end
 redis.call('HDEL', at.book, 'obs_began_ms', 'obs_tokens', 'obs_moved', 'obs_waiting', 'obs_running')
-redis.call('HSET', at.book, 'incarnation', incarnation, 'leaving', 0)
+redis.call('HSET', at.book, 'incarnation', incarnation, 'leaving', 0, 'closing', leaves == 1 and was or '')
 -- What left the former process is gone with it.
 redis.call('UNLINK', at.leaving)
 redis.call('HINCRBY', at.placement, 'ranks', 1)
