@@ -9,18 +9,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from pool.program_settings import ProgramSettings
 from pool.store.handouts import Ending, Handout
 from pool.store.placements import Outcome
-from pool.store.program_upkeep import Look, ProgramUpkeep
+from pool.store.program_upkeep import Look
 from pool.store.program_views import Snapshot
-from pool.store.programs import ProgramStore
 from pool.store.rank_delivery import RankDelivery
 from pool.store.server_clock import ServerClock
 from pool.store.standing import Standing, owners, standing
 from tasks.ports import Finished
+from tasks.programs import Programs
 from workers.outlet import STATE_ERRORS
 from workers.program_outcomes import Background, Completed, outcome_of, tell_dispatch, tell_end
 from workers.program_residence import ProgramResidence
@@ -31,27 +30,13 @@ log = logging.getLogger("genpool.programs")
 RETRY_S = 0.3
 
 
-class Planning(Protocol):
-    """What a seat asks of `tasks/programs.py`."""
-
-    def settings_of(self, model: str) -> ProgramSettings | None: ...
-
-    def store(self, model: str) -> ProgramStore: ...
-
-    def upkeep(self, model: str) -> ProgramUpkeep: ...
-
-    def wake(self, model: str) -> None: ...
-
-    def completed(self, model: str, rank: str, program: str) -> None: ...
-
-
 class ProgramSeat:
     """`incarnation`: of this process; `registered`: registers the rank anew and says whether it is this process's;
     `delivery`: reads the rank's stream while the seat is held; `keep_s`: between two looks at the seat."""
 
     def __init__(
         self,
-        planning: Planning,
+        programs: Programs,
         settings: ProgramSettings,
         delivery: RankDelivery,
         residence: ProgramResidence,
@@ -59,12 +44,12 @@ class ProgramSeat:
         registered: Callable[[], bool],
         keep_s: float,
     ) -> None:
-        self._planning = planning
+        self._programs = programs
         self._settings = settings
         self._delivery = delivery
         self._model, self._rank, self._incarnation = delivery.model, delivery.rank, delivery.incarnation
-        self._store = planning.store(self._model)
-        self._upkeep = planning.upkeep(self._model)
+        self._store = programs.store(self._model)
+        self._upkeep = programs.upkeep(self._model)
         self._residence = residence
         self._registered = registered
         self._keep_s = keep_s
@@ -117,7 +102,7 @@ class ProgramSeat:
         """A job has left the rank; `ending`: how it ended here."""
         placement = handout.lease.placement
         if placement is not None and ending is not None:
-            self._planning.completed(self._model, self._rank, placement.program)
+            self._programs.completed(self._model, self._rank, placement.program)
 
     def leave(self) -> None:
         """Give the rank up soon, in the seat's thread: what has not begun goes elsewhere at once; what runs may end."""
@@ -190,7 +175,7 @@ class ProgramSeat:
     def _drain(self) -> None:
         while self._upkeep.drain(self._rank):
             pass
-        self._planning.wake(self._model)
+        self._programs.wake(self._model)
 
     def _observe(self, stands: Standing) -> None:
         """Tell what the engine holds of Programs, and have it drop what it holds of those that have no place here: they
