@@ -110,6 +110,7 @@ class ProgramDelivery(Delivery):
             **keys.of(placement.program),
             at=keys.place(self.rank),
             front=keys.job(placement.front or lease.token),
+            coefficients=keys.coefficients,
             blocks=[keys.input(block) for block in lease.blocks],
             token=lease.token,
             attempt=lease.attempt,
