@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -37,9 +38,9 @@ class Agents:
         return self.programs.upkeep(model)
 
     def plain(self, prompt: str | Sequence[int], *, model: str = SCRIPTED, **fields: Any) -> str:
-        """A job of no Program, of a tenant that shares no KV with the Programs; its id."""
+        """A job of no Program, of a tenant of its own, so that it shares no KV; its id."""
         request = _request(prompt, model, fields)
-        ref = self._services.submitter.submit(request, door="responses", background=True, tenant="other")
+        ref = self._services.submitter.submit(request, door="responses", background=True, tenant=secrets.token_hex(8))
         self._system.accepted.append(str(ref))
         return str(ref)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from pool.program_settings import ProgramSettings
+from pool.rules.programs.facts import PauseReason
 from pool.store.handouts import Ending, Handout
 from pool.store.placements import Outcome
 from pool.store.program_upkeep import Look
@@ -19,6 +20,7 @@ from pool.store.rank_delivery import RankDelivery
 from pool.store.server_clock import ServerClock
 from pool.store.standing import Standing, owners, standing
 from tasks.ports import Finished
+from tasks.program_log import Teller
 from tasks.programs import Programs
 from workers.outlet import STATE_ERRORS
 from workers.program_outcomes import Background, Completed, outcome_of, tell_dispatch, tell_end
@@ -50,6 +52,7 @@ class ProgramSeat:
         self._model, self._rank, self._incarnation = delivery.model, delivery.rank, delivery.incarnation
         self._store = programs.store(self._model)
         self._upkeep = programs.upkeep(self._model)
+        self._teller = Teller(self._model, self._store)
         self._residence = residence
         self._registered = registered
         self._keep_s = keep_s
@@ -58,7 +61,7 @@ class ProgramSeat:
         #: Whether Programs are here; and whether one has come since that was looked at.
         self._busy = self._roused = False
         self._leaving = self._left = self._stopping = self._failing = False
-        self._next_s = self._next_keep_s = 0.0
+        self._next_s = 0.0
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="genpool-seat", daemon=True)
 
@@ -166,15 +169,12 @@ class ProgramSeat:
             self.take()
             return False
         self._delivery.seated = True
-        if time.monotonic() >= self._next_keep_s:
-            # A former process may read for a while yet, and can begin nothing.
-            self._upkeep.requeue_unbegun(self._rank, self._delivery.lease_ms)
-            self._next_keep_s = time.monotonic() + self._keep_s
         return True
 
     def _drain(self) -> None:
-        while self._upkeep.drain(self._rank):
-            pass
+        while moved := self._upkeep.drained(self._rank):
+            for program in dict.fromkeys(moved):
+                self._teller.paused(program, self._rank, PauseReason.HEALTH_FAILOVER)
         self._programs.wake(self._model)
 
     def _observe(self, stands: Standing) -> None:
@@ -197,10 +197,6 @@ class ProgramSeat:
                 gone=tuple(stands.leaving.keys() - resident.tokens.keys()),
             )
             self._upkeep.observe(self._rank, self._incarnation, look)
-            log.debug(
-                "capacity_observation: rank %s: %d tokens resident of %d Programs, %d requests waiting, %d running",
-                self._rank, look.tokens, len(resident.tokens), look.waiting, look.running,
-            )  # fmt: skip
         for program in strangers:
             self._residence.drop(program)
 
