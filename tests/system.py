@@ -168,7 +168,7 @@ class System:
         self._context_tokens = context_tokens
         self._api_ports: dict[str, int] = {}
         given = sections or {}
-        self._sections = {name: {**SECTIONS.get(name, {}), **given.get(name, {})} for name in {**SECTIONS, **given}}
+        self._sections = {name: {**SECTIONS.get(name, {}), **given.get(name, {})} for name in (*SECTIONS, *given)}
         self._models = {
             SCRIPTED: {"source": "random:1", "target_inflight": 8, **ROOMY, **(models or {}).get(SCRIPTED, {})},
             TINY: {"source": "random:7", "target_inflight": 8, **ROOMY, **(models or {}).get(TINY, {})},
