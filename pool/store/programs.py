@@ -196,10 +196,25 @@ class ProgramStore:
         with state_errors():
             return int(self.client.hincrby(self.keys.placement, "turn", 1))
 
+    def settle(self, rank: str, version: int) -> Applied:
+        """Nothing is to be done for a rank, as it was at this version of its book."""
+        return self._apply(rank, version, [], capacity_tokens=None)
+
+    def tell(self, rank: str, source: str) -> None:
+        """Note which source of capacity logs have told of a rank, so that each change is told once."""
+        with state_errors():
+            self.client.hset(self.keys.place(rank)["book"], "told", source)
+
     def apply(self, seen: Snapshot, operations: Sequence[Operation], *, version: int | None = None) -> Applied:
         """Carry out a plan made on `seen`, the first MOST_OPERATIONS of it, and take the rank off the list of those
         that need one, unless something was refused or left out. `version`: where the caller itself has raised it."""
-        now, keys, rank = operations[:MOST_OPERATIONS], self.keys, seen.rank.id
+        current = seen.version if version is None else version
+        return self._apply(seen.rank.id, current, operations, capacity_tokens=seen.rank.capacity_tokens)
+
+    def _apply(
+        self, rank: str, version: int, operations: Sequence[Operation], *, capacity_tokens: int | None
+    ) -> Applied:
+        now, keys = operations[:MOST_OPERATIONS], self.keys
         records: list[str] = []
         for each in now:
             record = keys.record(each.program)
@@ -208,9 +223,9 @@ class ProgramStore:
             at=keys.place(rank),
             records=records,
             rank=rank,
-            version=seen.version if version is None else version,
+            version=version,
             most=self.settings.max_active_programs_per_target,
-            capacity=seen.rank.capacity_tokens or 0,
+            capacity=capacity_tokens or 0,
             fresh=round(FRESH_INTERVALS * self.settings.metrics_interval_seconds * 1000),
             more=int(len(now) < len(operations)),
             ids=[each.program for each in now],
@@ -272,7 +287,14 @@ class ProgramStore:
         with state_errors():
             return [rank.decode() for rank in self.client.zrange(self.keys.dirty, 0, most - 1)]
 
-    def claim(self, rank: str, planner: str) -> bool:
-        """Whether this planner shall plan for a rank. Only advice: two planners at once do no harm."""
+    def claim(self, what: str, planner: str, for_ms: int = CLAIM_MS) -> bool:
+        """Whether this planner shall plan for a rank, "" for the model's tick. Only advice: two planners at once do no
+        harm."""
         with state_errors():
-            return bool(self.client.set(self.keys.claim(rank), planner, px=CLAIM_MS, nx=True))
+            holder = self.client.set(self.keys.claim(what), planner, px=for_ms, nx=True, get=True)
+        return holder is None or holder.decode() == planner
+
+    def unclaim(self, what: str) -> None:
+        """It is done."""
+        with state_errors():
+            self.client.delete(self.keys.claim(what))

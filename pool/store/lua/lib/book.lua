@@ -31,6 +31,11 @@ local function is_stale(at, p)
   return p.state == 'active' and p.seat ~= redis.call('HGET', at.book, 'incarnation')
 end
 
+-- Whether a job that is with the rank of its stale Program may still end there: its process leaves, and finishes first.
+local function may_end(at, p)
+  return p.seat ~= nil and p.seat == redis.call('HGET', at.book, 'closing')
+end
+
 -- Plans made before this no longer hold, and somebody should make a new one. A rank that is gone gets no new book by the
 -- end of what was bound to it.
 local function changed(at)
