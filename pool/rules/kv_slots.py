@@ -21,13 +21,13 @@ by changing places.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from pool.rules.kv_blocks import IntegrityError
+from pool.rules.kv_blocks import IntegrityError, common_prefix
 
 TokenIds = npt.NDArray[np.int32]
 #: A session, by its id and epoch.
@@ -127,6 +127,10 @@ class SlotPool:
         self._slots[key] = slot
         return Placement(slot, held, swaps, None if source == slot else source, spare)
 
+    def has_room(self) -> bool:
+        """Whether a session could begin: a slot is neither live nor pinned."""
+        return len(self._slots) + len(self._pinned()) < self.total
+
     def slot(self, key: Key) -> int:
         """Where the session runs now."""
         return self._slots[key]
@@ -175,6 +179,28 @@ class SlotPool:
     def unpin(self, holder: str) -> None:
         """The holder needs nothing any more; what was kept for it may be given up. Idempotent."""
         self._pins.pop(holder, None)
+
+    def pinned(self, holder: str) -> tuple[int, str, TokenIds] | None:
+        """What is kept for the holder: the slot, its scope and the tokens (T,) of all that is in it. None: nothing."""
+        slot = self._pins.get(holder)
+        return None if slot is None else (slot, self._contents[slot].scope, self._contents[slot].tokens)
+
+    def held_by(self, owners: Mapping[str, Sequence[Key]]) -> dict[str, int]:
+        """How many slots each owner has: those of the sessions named for it, and the one kept for it as a holder. One
+        that several have counts for the first of them. Owners that have none are left out."""
+        found: dict[str, int] = {}
+        counted: set[int] = set()
+        for owner, keys in owners.items():
+            slots = {self._slots[key] for key in keys if key in self._slots}
+            slots |= {self._pins[owner]} if owner in self._pins else set()
+            if slots:
+                found[owner] = len(slots - counted)
+                counted |= slots
+        return found
+
+    def sole(self, keys: Iterable[Key]) -> int:
+        """How many slots these sessions have."""
+        return len({self._slots[key] for key in keys if key in self._slots})
 
     def condense(self) -> list[Swap]:
         """Close the gaps between live slots: the swaps to make, in order."""
@@ -233,7 +259,9 @@ class SlotPool:
         for slot, content in self._contents.items():
             if content.scope == scope:
                 limit = min(content.findable, len(prompt) - 1)
-                held = _common(content.tokens[:limit], prompt[:limit]) // self.grid * self.grid if limit > 0 else 0
+                held = (
+                    common_prefix(content.tokens[:limit], prompt[:limit]) // self.grid * self.grid if limit > 0 else 0
+                )
                 if held:
                     yield slot, held, content
 
@@ -292,9 +320,3 @@ class SlotPool:
 
     def _pinned(self) -> set[int]:
         return set(self._pins.values())
-
-
-def _common(left: TokenIds, right: TokenIds) -> int:
-    """Length of the common prefix of two arrays of one length."""
-    different = left != right
-    return int(different.argmax()) if different.any() else len(left)
