@@ -13,22 +13,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from threadpoolctl import threadpool_limits
 
 from pool.rules.admission import Budgets
+from pool.rules.programs.ttl import prefill_seconds
 from pool.settings import ModelSettings
 from pool.store.connection import connect
 from pool.store.delivery import Delivery
 from pool.store.handouts import Ending, Handout
 from pool.store.keys import node_channel
 from pool.store.ranks import Card, RankRegistry
-from tasks.config import Settings, state_url
+from tasks.config import Settings, offload_folder, state_url
 from tasks.ports import Engine
 from workers.engines import load_engine
 from workers.intake import Intake, reading_client
 from workers.loop import BatchingLoop
+from workers.offload import OffloadBudget
 from workers.outlet import STATE_ERRORS, Outlet
 from workers.trials import TrialGate
 from workers.weights import ensure_weights
@@ -126,7 +129,20 @@ class Rank:
             logprobs=able.logprobs,
             seed=able.seed,
         )
-        self._loop = BatchingLoop(engine, Budgets.of(model), self._limit, reuse=model.prefix_reuse)
+        offload = OffloadBudget(
+            model.offload_memory_bytes,
+            model.offload_disk_bytes,
+            offload_folder(self._settings),
+            self._settings.programs.paused_retention_ttl_seconds,
+        )
+        self._loop = BatchingLoop(
+            engine,
+            Budgets.of(model),
+            self._limit,
+            reuse=model.prefix_reuse,
+            offload=offload,
+            prefill_seconds=partial(prefill_seconds, self._settings.programs.of_model(self.model).prefill_cost_model),
+        )
         self._claim_id()
         delivery = Delivery(
             reader=self._reader,

@@ -24,66 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-import numpy.typing as npt
-
 from pool.rules.kv_blocks import IntegrityError, common_prefix
-
-TokenIds = npt.NDArray[np.int32]
-#: A session, by its id and epoch.
-Key = tuple[str, int]
-
-#: Copying a position costs at most a sixteenth of computing it (measured: 0.03 to 0.09 ms against 1.4 ms), and all of a
-#: source is copied, whatever the part that is in common. So a copy pays when at least this share is in common.
-WORTH_SHARE = 16
-#: Less is neither copied, which has a fixed cost about that of a decode row, nor kept.
-WORTH_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """The contents of two slots change places; either may be free."""
-
-    first: int
-    second: int
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a new session runs. What the engine does, in this order: `swaps`; copy all of `slot` to `spare`, to be kept
-    there; copy all of `source` to `slot` (None: no copy); cut `slot` to the `held` positions that it begins with."""
-
-    slot: int
-    held: int
-    swaps: tuple[Swap, ...] = ()
-    source: int | None = None
-    spare: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SlotUsage:
-    """In slots; `cached_tokens`: positions that are kept and not pinned."""
-
-    total: int
-    live: int
-    pinned: int
-    kept: int
-    cached_tokens: int
-
-
-@dataclass(slots=True)
-class _Content:
-    """What a slot holds. `tokens` (T,): those known of it, positions 0 .. T - 1; the first `findable` are computed, so
-    that others may begin with them. `session`: the live one; `used`: when it was last asked for, a running number."""
-
-    scope: str
-    tokens: TokenIds
-    findable: int = 0
-    session: Key | None = None
-    used: int = 0
-
-    def is_worth_copying(self, needed: int) -> bool:
-        return needed >= WORTH_TOKENS and needed * WORTH_SHARE >= len(self.tokens)
+from pool.rules.slot_contents import WORTH_TOKENS, Content, Key, Placement, SlotUsage, Swap, TokenIds
 
 
 @dataclass
@@ -95,7 +37,7 @@ class SlotPool:
     slot_tokens: int
     grid: int = 1
     evictions: int = 0
-    _contents: dict[int, _Content] = field(default_factory=dict)
+    _contents: dict[int, Content] = field(default_factory=dict)
     _slots: dict[Key, int] = field(default_factory=dict)
     _pins: dict[str, int] = field(default_factory=dict)
     _clock: int = 0
@@ -123,7 +65,7 @@ class SlotPool:
         if source is not None:
             self._contents[source].used = self._clock
         spare = self._spare(slot, held) if source == slot else None
-        self._contents[slot] = _Content(scope, prompt.copy(), held, key, self._clock)
+        self._contents[slot] = Content(scope, prompt.copy(), held, key, self._clock)
         self._slots[key] = slot
         return Placement(slot, held, swaps, None if source == slot else source, spare)
 
@@ -255,7 +197,7 @@ class SlotPool:
                     best, best_rank = (slot, held), rank
         return best
 
-    def _candidates(self, prompt: TokenIds, scope: str) -> Iterator[tuple[int, int, _Content]]:
+    def _candidates(self, prompt: TokenIds, scope: str) -> Iterator[tuple[int, int, Content]]:
         for slot, content in self._contents.items():
             if content.scope == scope:
                 limit = min(content.findable, len(prompt) - 1)

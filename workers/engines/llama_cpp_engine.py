@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pool.rules.kv_blocks import IntegrityError, common_prefix
-from pool.rules.kv_slots import Key, Placement, SlotPool, Swap
+from pool.rules.kv_slots import SlotPool
+from pool.rules.slot_contents import Key, Placement, Swap
 from tasks.ports import (
     CacheMiss,
     Capability,
