@@ -1,5 +1,5 @@
-"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | queues | dead-letters | check |
-doctor | sweep | config | models | keys`.
+"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | queues | programs |
+dead-letters | check | doctor | sweep | config | models | keys`.
 
 Each command checks the settings, then hands over to the layer that does the work. Deliberate errors end as one line on
 stderr and exit code 1, wrong usage as exit code 2.
@@ -33,6 +33,7 @@ from tasks.doctor import examine, failures
 from tasks.key_commands import keys
 from tasks.own_runtime import require_state_server, state_server_hint
 from tasks.payloads import MAX_SEED, MAX_TOKENS_LIMIT
+from tasks.program_commands import programs
 from tasks.queues import HEAD, Queue, Queues
 from tasks.queues import as_json as queues_as_json
 from tasks.rerun import audit_texts
@@ -436,6 +437,7 @@ def pull(names: tuple[str, ...]) -> None:
 
 
 cli.add_command(keys)
+cli.add_command(programs)
 
 
 def _fetch(settings: Settings, names: tuple[str, ...] | list[str]) -> dict[str, Path]:

@@ -20,6 +20,7 @@ local function arrived(at, p, facts, first, tokens)
     learn(p, first)
     redis.call('DEL', p[0].gone)
     redis.call('HINCRBY', at.owners, p.tenant, 1)
+    event(at, 'create', p, 'arrival')
   end
   local step = p.step or -1
   learn(p, facts)
@@ -37,8 +38,7 @@ end
 
 -- To the rank, where the Program has its place and is not to leave it; where Programs are only bound, it gets one at once.
 local function place_job(at, p, ticket, job, force, deadline_force)
-  local seat = redis.call('HGET', at.book, 'incarnation')
-  local free = redis.call('LLEN', p[0].pool) == 0
+  local seat, free = redis.call('HGET', at.book, 'incarnation'), redis.call('LLEN', p[0].pool) == 0
   p.patience = force
   if p.bind == 1 and p.state == 'paused' and seat and seat ~= '' and free then
     activate(at, p)
