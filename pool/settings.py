@@ -208,6 +208,18 @@ class ModelSettings(Section):
     kv_budget_bytes: int = Field(
         default=64 * 2**20, gt=0, description="Bytes of KV all sessions of a replica may hold."
     )
+    offload_memory_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Bytes of memory, beside `kv_budget_bytes`, for KV that Programs keep outside the engine "
+        "(`programs.on_pause`). What is unused longest goes to disk, or is given up. 0: none.",
+    )
+    offload_disk_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="The same on disk: files without names, in the folder `offload` of `state.folder`, which vanish "
+        "with the worker. 0: none.",
+    )
     kv_overcommit: float = Field(
         default=1.0,
         ge=1,

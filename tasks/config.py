@@ -160,6 +160,7 @@ def load_configuration(path: Path | None = None, environ: Mapping[str, str] | No
         problems = [_explain(detail, found) for detail in error.errors(include_url=False)]
         raise ConfigurationError("; ".join(problems), param=dotted(_location(error.errors()[0]))) from None
     _require_models(settings, found)
+    _require_room(settings, found)
     return Configuration(settings, {_todays(path): origin for path, origin in found.items()})
 
 
@@ -176,6 +177,11 @@ def state_folder(settings: Settings) -> Path:
     if settings.state.folder:
         return Path(settings.state.folder).expanduser().absolute()
     return _xdg("XDG_STATE_HOME", ".local/state") / "genpool"
+
+
+def offload_folder(settings: Settings) -> Path:
+    """The folder of KV that workers of this machine keep on disk; it may not exist yet."""
+    return state_folder(settings) / "offload"
 
 
 def model_cache() -> Path:
@@ -403,6 +409,19 @@ def _require_models(settings: Settings, found: Mapping[FieldPath, str]) -> None:
             raise ConfigurationError(
                 f"{dotted(path)} (from {where}): no model has this name.{near}", param=dotted(path)
             )
+
+
+def _require_room(settings: Settings, found: Mapping[FieldPath, str]) -> None:
+    """Raise ConfigurationError for offloading where no model has room for it: it would never happen."""
+    models = settings.models.values()
+    if settings.programs.on_pause == "offload" and not any(
+        m.offload_memory_bytes or m.offload_disk_bytes for m in models
+    ):
+        raise ConfigurationError(
+            f"programs.on_pause (from {found['programs', 'on_pause']}): offload needs offload_memory_bytes or "
+            "offload_disk_bytes of a model.",
+            param="programs.on_pause",
+        )
 
 
 def _todays(path: FieldPath) -> FieldPath:

@@ -267,7 +267,7 @@ class Machine(RuleBasedStateMachine):
     def unpin(self, data: st.DataObject) -> None:
         """A Program has ended."""
         OPERATIONS["unpin"] += 1
-        self.loop.unpin(data.draw(st.sampled_from(sorted(self.holders))))
+        self.loop.drop_holder(data.draw(st.sampled_from(sorted(self.holders))))
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 
@@ -374,7 +374,7 @@ class Machine(RuleBasedStateMachine):
         assert self.jobs == {}
         self.loop.check_integrity()
         for holder in self.holders:
-            self.loop.unpin(holder)
+            self.loop.drop_holder(holder)
         self.loop.tick()
         usage = self.engine.kv_usage()
         assert (usage.held, usage.pinned) == (0, 0)
