@@ -126,6 +126,7 @@ def _arrival(
         blocks_parent=identity.blocks_parent,
         step=identity.step_id,
         prompt_bytes=prompt_bytes,
+        key=claim.hash_key,
     )
 
 

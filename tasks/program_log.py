@@ -50,8 +50,6 @@ class Teller:
     def __init__(self, model: str, store: ProgramStore) -> None:
         self._model = model
         self._store = store
-        #: When the last observation began that was told, by rank.
-        self._observed_ms: dict[str, int] = {}
 
     def admitted(self, decision: Decision) -> None:
         """A Program has become active."""
@@ -92,28 +90,12 @@ class Teller:
             self.paused(expired.program, expired.rank, PauseReason.TTL_EXPIRED)
 
     def observed(self, seen: Snapshot) -> None:
-        """What counts as used on a rank, and once where that comes from when it changes. Not before an active Program
-        has been there for so long that its engine should have been looked at."""
+        """Tell where the used tokens of a rank come from, when that changes. Not before an active Program has been
+        there for so long that its engine should have been looked at."""
         rank, settings = seen.rank, self._store.settings
-        used = usage(rank, settings, seen.now_ms)
-        look = rank.observation
-        if look is not None and look.began_ms != self._observed_ms.get(rank.id):
-            self._observed_ms[rank.id] = look.began_ms
-            log.debug(
-                "capacity_observation model=%s rank=%s source=%s used_tokens=%d resident_tokens=%s age_ms=%s "
-                "waiting=%d running=%d",
-                self._model,
-                rank.id,
-                used.source,
-                used.used_tokens,
-                look.tokens,
-                used.age_ms,
-                look.waiting,
-                look.running,
-            )
         longest_ms = max((seen.now_ms - each.activated_ms for each in rank.programs), default=0)
         if longest_ms > FRESH_INTERVALS * settings.metrics_interval_seconds * 1000:
-            self._tell_source(seen, used.source)
+            self._tell_source(seen, usage(rank, settings, seen.now_ms).source)
 
     def _tell_source(self, seen: Snapshot, source: CapacitySource) -> None:
         changed = edge(CapacitySource(seen.told) if seen.told else None, source)

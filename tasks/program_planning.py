@@ -150,9 +150,9 @@ class Planner:
         self._store.unclaim(rank)
 
     def _make_plans(self, rank: str) -> bool:
-        """Repair, then admit. A plan that makes room is followed by another, and so is one that came too late; whether
-        even the last one did."""
-        applied, is_repaired = Applied("ok"), self._settings.binding_only
+        """Repair, then admit. A plan that makes room is followed by another, and so is one that came too late, or that
+        did not look at all who wait; whether even the last one is."""
+        goes_on, is_repaired = True, self._settings.binding_only
         for _ in range(TRIES):
             seen = self._store.snapshot(rank)
             self._teller.observed(seen)
@@ -166,10 +166,12 @@ class Planner:
             if applied.code == "version":
                 continue
             is_repaired = True
-            goes_on = repairs or len(operations) > MOST_OPERATIONS or (plan.pauses and not applied.refused)
-            if applied.code != "ok" or not goes_on:
+            left_out = len(operations) > MOST_OPERATIONS or not seen.is_whole
+            done = len(operations[:MOST_OPERATIONS]) - len(applied.refused)
+            goes_on = applied.code == "ok" and done > 0 and bool(repairs or plan.pauses or left_out)
+            if not goes_on:
                 break
-        return applied.code == "version"
+        return goes_on
 
     def _repair(self, seen: Snapshot) -> RankPlan:
         repair = plan_repair(seen.rank, self._settings, seen.now_ms)
@@ -178,7 +180,8 @@ class Planner:
     def _schedule(self, seen: Snapshot) -> tuple[RankPlan, list[Operation], Snapshot]:
         """Who becomes active. Where Programs are only bound, all that wait, whatever there is of room."""
         if not self._settings.binding_only:
-            plan = plan_rank(seen.rank, self._settings, seen.now_ms, MOST_OPERATIONS)
+            # One more than can be carried out, so that it is known whether some are left.
+            plan = plan_rank(seen.rank, self._settings, seen.now_ms, MOST_OPERATIONS + 1)
             return plan, operations_of(plan, seen), seen
         waiting = ordered(seen.rank.waiting, self._settings, seen.now_ms)
         operations = [Operation("force", each.id, BOUND, seen.fronts.get(each.id, "")) for each in waiting]

@@ -155,9 +155,10 @@ class Programs:
             # Many changes in a row are one turn.
             time.sleep(GATHER_S)
 
-    def turn(self, ticking: Collection[str], woken: Collection[str] = ()) -> None:
-        """Plan for these models. Whatever fails, the thread goes on: a state server that is away ends the turn, and
-        ticks find what it left undone; anything else stays with the model it befell."""
+    def turn(self, ticking: Collection[str], woken: Collection[str] = ()) -> set[str]:
+        """Plan for these models; those that are to be looked at again before their next tick. Whatever fails, the
+        thread goes on: a state server that is away ends the turn, and ticks find what it left undone; anything else
+        stays with the model it befell."""
         models = sorted({*ticking, *woken})
         for model in models:
             self._again_s.pop(model, None)
@@ -168,6 +169,7 @@ class Programs:
             self._failed("", type(error).__name__)
         else:
             self._failing.discard("")
+        return set(self._again_s)
 
     def _look(self, models: Sequence[str]) -> Sequence[Sight | None]:
         """These models in one trip; None where something is wrong with one of them: each by itself then."""

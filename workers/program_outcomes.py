@@ -153,7 +153,7 @@ def is_broken(request: Completed) -> bool:
 def tell_dispatch(handout: Handout, placement: Placement) -> None:
     """A request of a Program begins."""
     log.debug(
-        "request_dispatch: program %s, rank %s, generation %d, epoch %d: attempt %d, %.3f s in the pool",
+        "request_dispatch program=%s rank=%s generation=%d epoch=%d attempt=%d queue_s=%.3f",
         placement.program,
         placement.rank,
         placement.generation,
@@ -165,28 +165,24 @@ def tell_dispatch(handout: Handout, placement: Placement) -> None:
 
 def tell_end(request: Completed, outcome: Outcome) -> None:
     """It has ended."""
-    place, cached = request.placement, request.cached_tokens
     if is_broken(request):
-        log.info(
-            "unexpected_cache_discontinuity: program %s, rank %s, epoch %d: %s of %d tokens cached, the prompt before "
-            "had %d",
-            place.program, place.rank, place.epoch, cached, request.finished.prompt_tokens,
-            place.previous_prompt_tokens,
-        )  # fmt: skip
+        _tell(logging.INFO, "unexpected_cache_discontinuity", request, _cache(request))
     if not log.isEnabledFor(logging.DEBUG):
         return
-    log.debug(
-        "cache_observation: program %s, rank %s, epoch %d: %s of %d tokens cached, the prompt before had %d, %s shared",
-        place.program, place.rank, place.epoch, "unknown" if cached is None else cached,
-        request.finished.prompt_tokens, place.previous_prompt_tokens,
-        place.shared_tokens if outcome.shared_tokens is None else outcome.shared_tokens,
-    )  # fmt: skip
+    shared = request.placement.shared_tokens if outcome.shared_tokens is None else outcome.shared_tokens
+    _tell(logging.DEBUG, "cache_observation", request, f"{_cache(request)} shared_tokens={shared}")
     if request.interval_s is not None:
-        log.debug(
-            "continuity_sample: program %s, rank %s: came back after %.3f s",
-            place.program, place.rank, request.interval_s,
-        )  # fmt: skip
-    log.debug(
-        "ttl_armed: program %s, rank %s, epoch %d: %d ms, %d of them automatic; a miss would cost %.3f s",
-        place.program, place.rank, place.epoch, outcome.ttl_ms, outcome.automatic_ms, outcome.impact_s,
-    )  # fmt: skip
+        _tell(logging.DEBUG, "continuity_sample", request, f"interval_s={request.interval_s:.3f}")
+    kept = f"ttl_ms={outcome.ttl_ms} automatic_ms={outcome.automatic_ms} impact_s={outcome.impact_s:.3f}"
+    _tell(logging.DEBUG, "ttl_armed", request, kept)
+
+
+def _tell(level: int, event: str, request: Completed, figures: str) -> None:
+    place = request.placement
+    log.log(level, "%s program=%s rank=%s epoch=%d %s", event, place.program, place.rank, place.epoch, figures)
+
+
+def _cache(request: Completed) -> str:
+    cached = "unknown" if request.cached_tokens is None else request.cached_tokens
+    previous = request.placement.previous_prompt_tokens
+    return f"cached_tokens={cached} prompt_tokens={request.finished.prompt_tokens} previous_prompt_tokens={previous}"

@@ -9,18 +9,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from pool.program_settings import ProgramSettings
+from pool.rules.programs.facts import PauseReason
 from pool.store.handouts import Ending, Handout
 from pool.store.placements import Outcome
-from pool.store.program_upkeep import Look, ProgramUpkeep
+from pool.store.program_upkeep import Look
 from pool.store.program_views import Snapshot
-from pool.store.programs import ProgramStore
 from pool.store.rank_delivery import RankDelivery
 from pool.store.server_clock import ServerClock
 from pool.store.standing import Standing, owners, standing
 from tasks.ports import Finished
+from tasks.program_log import Teller
+from tasks.programs import Programs
 from workers.outlet import STATE_ERRORS
 from workers.program_outcomes import Background, Completed, outcome_of, tell_dispatch, tell_end
 from workers.program_residence import ProgramResidence
@@ -31,27 +32,13 @@ log = logging.getLogger("genpool.programs")
 RETRY_S = 0.3
 
 
-class Planning(Protocol):
-    """What a seat asks of `tasks/programs.py`."""
-
-    def settings_of(self, model: str) -> ProgramSettings | None: ...
-
-    def store(self, model: str) -> ProgramStore: ...
-
-    def upkeep(self, model: str) -> ProgramUpkeep: ...
-
-    def wake(self, model: str) -> None: ...
-
-    def completed(self, model: str, rank: str, program: str) -> None: ...
-
-
 class ProgramSeat:
     """`incarnation`: of this process; `registered`: registers the rank anew and says whether it is this process's;
     `delivery`: reads the rank's stream while the seat is held; `keep_s`: between two looks at the seat."""
 
     def __init__(
         self,
-        planning: Planning,
+        programs: Programs,
         settings: ProgramSettings,
         delivery: RankDelivery,
         residence: ProgramResidence,
@@ -59,12 +46,13 @@ class ProgramSeat:
         registered: Callable[[], bool],
         keep_s: float,
     ) -> None:
-        self._planning = planning
+        self._programs = programs
         self._settings = settings
         self._delivery = delivery
         self._model, self._rank, self._incarnation = delivery.model, delivery.rank, delivery.incarnation
-        self._store = planning.store(self._model)
-        self._upkeep = planning.upkeep(self._model)
+        self._store = programs.store(self._model)
+        self._upkeep = programs.upkeep(self._model)
+        self._teller = Teller(self._model, self._store)
         self._residence = residence
         self._registered = registered
         self._keep_s = keep_s
@@ -73,7 +61,7 @@ class ProgramSeat:
         #: Whether Programs are here; and whether one has come since that was looked at.
         self._busy = self._roused = False
         self._leaving = self._left = self._stopping = self._failing = False
-        self._next_s = self._next_keep_s = 0.0
+        self._next_s = 0.0
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="genpool-seat", daemon=True)
 
@@ -117,7 +105,7 @@ class ProgramSeat:
         """A job has left the rank; `ending`: how it ended here."""
         placement = handout.lease.placement
         if placement is not None and ending is not None:
-            self._planning.completed(self._model, self._rank, placement.program)
+            self._programs.completed(self._model, self._rank, placement.program)
 
     def leave(self) -> None:
         """Give the rank up soon, in the seat's thread: what has not begun goes elsewhere at once; what runs may end."""
@@ -181,16 +169,13 @@ class ProgramSeat:
             self.take()
             return False
         self._delivery.seated = True
-        if time.monotonic() >= self._next_keep_s:
-            # A former process may read for a while yet, and can begin nothing.
-            self._upkeep.requeue_unbegun(self._rank, self._delivery.lease_ms)
-            self._next_keep_s = time.monotonic() + self._keep_s
         return True
 
     def _drain(self) -> None:
-        while self._upkeep.drain(self._rank):
-            pass
-        self._planning.wake(self._model)
+        while moved := self._upkeep.drained(self._rank):
+            for program in dict.fromkeys(moved):
+                self._teller.paused(program, self._rank, PauseReason.HEALTH_FAILOVER)
+        self._programs.wake(self._model)
 
     def _observe(self, stands: Standing) -> None:
         """Tell what the engine holds of Programs, and have it drop what it holds of those that have no place here: they
@@ -212,10 +197,6 @@ class ProgramSeat:
                 gone=tuple(stands.leaving.keys() - resident.tokens.keys()),
             )
             self._upkeep.observe(self._rank, self._incarnation, look)
-            log.debug(
-                "capacity_observation: rank %s: %d tokens resident of %d Programs, %d requests waiting, %d running",
-                self._rank, look.tokens, len(resident.tokens), look.waiting, look.running,
-            )  # fmt: skip
         for program in strangers:
             self._residence.drop(program)
 

@@ -28,12 +28,13 @@ from pool.store.rank_delivery import RankDelivery
 from pool.store.ranks import Card, RankRegistry
 from tasks.config import Settings, state_url
 from tasks.ports import Engine, Finished
+from tasks.programs import Programs
 from workers.engines import load_engine
 from workers.intake import Intake, reading_client
 from workers.loop import BatchingLoop
 from workers.outlet import STATE_ERRORS, Outlet
 from workers.program_residence import ProgramResidence
-from workers.program_seat import Planning, ProgramSeat
+from workers.program_seat import ProgramSeat
 from workers.trials import TrialGate
 from workers.weights import ensure_weights
 
@@ -64,7 +65,7 @@ class Rank:
         gate: TrialGate,
         on_begun: OnBegun,
         on_left: OnLeft,
-        programs: Planning | None = None,
+        programs: Programs | None = None,
     ) -> None:
         self.model = model
         self.state = LOADING

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pool.store.ids import new_ref
+from pool.store.ids import parse_ref
 from pool.store.jobs import JobStore
 from pool.store.program_keys import ProgramKeys
 from tasks.celery import create_app
@@ -126,7 +126,7 @@ def _judge(system: System, ledger: Ledger, outcome: Outcome) -> None:
         )
         store = JobStore(client, result_ttl_ms=1, pending_per_model=1)
         ids = {job for account in ledger.accounts for job in account.ids}
-        records = {job: store.read(new_ref("resp", SCRIPTED, token=job.rsplit("_", 1)[-1])) for job in ids}
+        records = {job: store.read(parse_ref(job)) for job in ids}
     verdict = judge(ledger, records)
     outcome.turns += verdict.jobs["acknowledged"]
     outcome.recovered += verdict.jobs["recovered"]

@@ -92,7 +92,8 @@ class Programs(RuleBasedStateMachine):
         running = any(job.handout is not None for job in self.world.jobs.values())
         timers = any(program.timer for program in self.world.programs.values())
         weights = {
-            "arrive": 6, "plan": 8, "begin": 2, "join": 1, "lose": 1, "drain": 1, "read_as_a_ghost": 1, "set_clock": 1,
+            "arrive": 6, "plan": 8, "begin": 2, "join": 1, "lose": 1, "leave": 1, "drain": 1,
+            "read_as_a_ghost": 1, "set_clock": 1,
             "complete": 8 * bool(self.handouts), "give_back": 2 * running, "replace": 2 * running,
             "time_passes": 2 * timers,            "cancel": 2 * bool(self.unended()), "time_out": bool(self.unended()),
             "operate": 3 * bool(self.world.programs), "rebind": bool(self.world.programs), "finish": 1,
@@ -113,7 +114,7 @@ class Programs(RuleBasedStateMachine):
     def take_rank(self, rank: str) -> None:
         self.lives += 1
         self.scene.join(rank, f"life-{self.lives}")
-        self.world.seats[rank] = f"life-{self.lives}"
+        self.world.seats[rank], self.world.closing[rank] = f"life-{self.lives}", ""
 
     def lose(self, data: st.DataObject) -> None:
         """A rank is lost; what it had is moved at once, or later."""
@@ -122,6 +123,15 @@ class Programs(RuleBasedStateMachine):
         assert self.scene.lose(rank, self.world.seats[rank]) == bool(self.world.seats[rank])
         self.world.seats[rank] = ""
         if drained:
+            self.drain_rank(rank)
+
+    def leave(self, data: st.DataObject) -> None:
+        """A process gives up its rank, and may still end what it has begun."""
+        rank = data.draw(RANKS, label="rank")
+        if self.scene.upkeep.lose(rank, self.world.seats[rank], leaves=True):
+            self.world.closing[rank] = self.world.seats[rank]
+        self.world.seats[rank] = ""
+        if data.draw(st.booleans(), label="drained"):
             self.drain_rank(rank)
 
     def drain(self, data: st.DataObject) -> None:
@@ -294,7 +304,7 @@ class Programs(RuleBasedStateMachine):
         by_another = data.draw(st.booleans(), label="by_another")
         job = self.world.jobs[handout.lease.token]
         program = self.world.programs.get(job.key)
-        current = job.handout is handout and program is not None and not self.world.stale(program)
+        current = job.handout is handout and program is not None and self.world.may_end(program)
         placement = handout.lease.placement
         assert placement is not None
         outcome = Outcome(

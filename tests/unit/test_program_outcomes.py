@@ -119,7 +119,7 @@ def test_what_is_told_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
     lease = Lease("job", 1, "nonce", placement=GOING_ON)
     tell_dispatch(Handout(lease, b"", b"", b"", 1, 0, 0, (), "", "job", 15_000), GOING_ON)
     tell_end(request(cached=899), Outcome(1200, 1250, ttl_ms=700))
-    events = [(record.levelname, record.getMessage().partition(":")[0]) for record in caplog.records]
+    events = [(record.levelname, record.getMessage().partition(" ")[0]) for record in caplog.records]
     assert events == [
         ("DEBUG", "request_dispatch"),
         ("INFO", "unexpected_cache_discontinuity"),
@@ -128,9 +128,9 @@ def test_what_is_told_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
         ("DEBUG", "ttl_armed"),
     ]
     assert all(P in record.getMessage() for record in caplog.records)
-    assert "0.500 s in the pool" in caplog.text
-    assert "after 3.000 s" in caplog.text
-    assert "700 ms" in caplog.text
+    assert "queue_s=0.500" in caplog.text
+    assert "interval_s=3.000" in caplog.text
+    assert "ttl_ms=700" in caplog.text
 
 
 @pytest.mark.parametrize(
