@@ -124,8 +124,8 @@ def remarks(found: Calibration) -> list[str]:
     ]
     measured = found.measurement
     lines.append(
-        f"{measured.rounds} rounds; a point's median sample was {measured.samples.disturbance():.0%} slower than its "
-        "fastest, in the median of points"
+        f"{measured.rounds} rounds; samples took {measured.samples.disturbance():.0%} longer on average than the "
+        "fastest of their point: on a quiet machine little"
     )
     if measured.cut:
         lines.append(f"prompts of more than {measured.longest_tokens} tokens take too long for this time: --seconds")

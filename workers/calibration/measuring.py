@@ -10,13 +10,13 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
 from pool.errors import GenerationFailed, InvalidRequest
 from tasks.payloads import Sampling
-from tasks.ports import Failed, Generation, TokenIds, Tokens
+from tasks.ports import Failed, Finished, Generation, TokenIds, Tokens
 from workers.calibration.fit import DecodePoint, MixedPoint, PrefillPoint
 from workers.calibration.plan import (
     PROMPT_SHARE,
@@ -76,10 +76,10 @@ class Samples:
         return MixedPoint(cell[1], cell[0], fastest.seconds, decode_seconds)
 
     def disturbance(self) -> float:
-        """How much slower than the fastest sample of its point the median one was, as a part, in the median of points:
+        """How much slower than the fastest sample of a point their average is, as a part, in the median of points: near
         0 on a quiet machine."""
         groups = [*self.prefill.values(), *([step for _, step in cell] for cell in self.decode.values())]
-        return median(median(group) / min(group) - 1 for group in groups)
+        return median(fmean(group) / min(group) - 1 for group in groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,6 @@ class Bench:
         while True:
             report = self._tick()
             steps += report.occupancy == others > 0
-            if not report.did_work:
-                raise GenerationFailed(f"A prompt of {length} tokens found no room.", code="engine_error")
             if any(isinstance(event, Tokens) and event.job == job for event in report.events):
                 return Joining(self._clock() - started, steps)
 
@@ -171,6 +169,8 @@ class Bench:
         for event in report.events:
             if isinstance(event, Failed):
                 raise GenerationFailed(f"A prompt failed: {event.message}", code=event.code)
+            if isinstance(event, Finished):  # its output was measured for all that is timed
+                raise GenerationFailed("A prompt found no room beside the others.", code="engine_error")
             if isinstance(event, Tokens):
                 self._held[event.job] += len(event.token_ids)
         return report

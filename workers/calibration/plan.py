@@ -115,7 +115,8 @@ def plan(room: Room, *, longest: int, seconds_per_token: float, seconds: float) 
         held = length + output_tokens(length, room.sessions, room.chunk_tokens)
         held = -(-held // PAGE_POSITIONS) * PAGE_POSITIONS
         in_time = int(share_s / (length * seconds_per_token))
-        most = max(1, min(room.sessions, room.kv_positions // held, in_time))
+        # Two at least, so that a prefill beside decoding is seen at every length.
+        most = max(1, min(room.sessions, room.kv_positions // held, max(2, in_time)))
         batches = batches_up_to(most)
         # Short prompts cost little whatever is beside them, and would drown what the long ones say.
         is_long = length >= decoded[len(decoded) // 2]
