@@ -8,12 +8,13 @@ from pool.store.connection import COMMAND_TIMEOUT_S, Client, connect
 from pool.store.jobs import JobStore
 from pool.store.sweeping import Sweeper
 from tasks.config import Settings, state_url
+from tasks.programs import Programs
 from tasks.submission import Cards, Submitter
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The store's clients of one process; thread-safe."""
+    """The store's clients of one process; thread-safe. `programs`: None where `[programs]` is off."""
 
     settings: Settings
     client: Client
@@ -21,6 +22,7 @@ class Services:
     cards: Cards
     submitter: Submitter
     sweeper: Sweeper
+    programs: Programs | None = None
 
     def close(self) -> None:
         """Close all connections."""
@@ -41,4 +43,5 @@ def open_services(settings: Settings, *, max_connections: int = 8, timeout_s: fl
         max_deliveries=settings.worker.max_deliveries,
         result_ttl_ms=result_ttl_ms,
     )
-    return Services(settings, client, store, cards, Submitter(store, cards, settings), sweeper)
+    programs = Programs(client, store, settings, terms=sweeper.terms) if settings.programs.enabled else None
+    return Services(settings, client, store, cards, Submitter(store, cards, settings), sweeper, programs)

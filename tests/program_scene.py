@@ -51,7 +51,8 @@ class Scene:
     def __post_init__(self) -> None:
         self.jobs: JobStore = job_store(self.client, cap=1000)
         self.store = ProgramStore(self.client, self.jobs, "tiny", self.settings)
-        self.upkeep = ProgramUpkeep(self.store, Terms(self.max_deliveries, RESULT_TTL_MS, letters_kept=100))
+        self.terms = Terms(self.max_deliveries, RESULT_TTL_MS, letters_kept=100)
+        self.upkeep = ProgramUpkeep(self.store, self.terms)
         self.keys: ProgramKeys = self.store.keys
 
     def close(self) -> None:
@@ -98,7 +99,7 @@ class Scene:
     def take(self, rank: str = "a", room: int = 10) -> list[Handout]:
         """What the rank's worker begins; jobs on trial as if it ran nothing else."""
         worker = self.workers[rank]
-        if not self.client.xlen(worker.keys.queue):
+        if self.client.exists(worker.keys.queue) and not self.client.xlen(worker.keys.queue):
             # A server takes its time to end a read that finds nothing.
             return []
         taken = worker.take(room, 1)

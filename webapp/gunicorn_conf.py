@@ -94,6 +94,8 @@ def post_worker_init(worker: Any) -> None:
     node = worker.wsgi.extensions["genpool"]
     node.stopping = lambda: not worker.alive
     node.maintenance.start()
+    if node.services.programs is not None:
+        node.services.programs.start()
 
 
 def worker_exit(server: Any, worker: Any) -> None:

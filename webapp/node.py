@@ -130,8 +130,10 @@ class Node:
             time.sleep(pause_s)
 
     def close(self) -> None:
-        """End the reader and the connections."""
+        """End the reader, the planner and the connections."""
         self.waits.close()
+        if self.services.programs is not None:
+            self.services.programs.stop()
         self.services.close()
 
 

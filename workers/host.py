@@ -58,6 +58,8 @@ class Host:
         """Begin to serve the worker's queues."""
         self._visible.start()
         self._maintenance.start()
+        if self._services.programs is not None:
+            self._services.programs.start()
         self._thread.start()
 
     def stop(self, grace_s: float) -> None:
@@ -77,6 +79,8 @@ class Host:
                 self._end_if_stalled()
             self._ranks.clear()
             self._leaving.clear()
+            if self._services.programs is not None:
+                self._services.programs.stop()
             self._maintenance.stop()
             self._visible.stop()
             self._services.close()

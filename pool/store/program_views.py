@@ -79,11 +79,13 @@ def snapshot(client: Client, keys: ProgramKeys, rank: str, settings: ProgramSett
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A rank without its Programs: what the choice of a first rank looks at. `waiting`: Programs that wait for it."""
+    """A rank without its Programs, at `now_ms`: what the choice of a first rank looks at. `waiting`: Programs that wait
+    for it; `incarnation`: as in a snapshot."""
 
     rank: Rank
     waiting: int
     incarnation: str
+    now_ms: int
 
 
 def outlines(client: Client, keys: ProgramKeys, ranks: Sequence[str], settings: ProgramSettings) -> list[Outline]:
@@ -93,10 +95,12 @@ def outlines(client: Client, keys: ProgramKeys, ranks: Sequence[str], settings: 
         place = keys.place(rank)
         pipe.hgetall(place["book"])
         pipe.zcard(place["waiting"])
-    replies = pipe.execute()
+    pipe.time()
+    *replies, clock = pipe.execute()
+    now_ms = clock[0] * 1000 + clock[1] // 1000
     books = [{name.decode(): value.decode() for name, value in stored.items()} for stored in replies[::2]]
     return [
-        Outline(_rank_of(rank, book, settings), waiting, book.get("incarnation", ""))
+        Outline(_rank_of(rank, book, settings), waiting, book.get("incarnation", ""), now_ms)
         for rank, book, waiting in zip(ranks, books, replies[1::2], strict=True)
     ]
 

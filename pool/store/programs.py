@@ -136,18 +136,24 @@ class ProgramStore:
         or where its own rank is away; "" with no rank up; `is_up`: whether `home` is. What is given back says where the
         job went ("" for one that was there already), and the Program's generation."""
         program = program_id_of(arrival.tenant, arrival.name)
-        with state_errors():
-            bound = self.client.hget(self.keys.record(program), "rank")
+        bound, _ = self.bound(program)
 
         def rebound(lost: str, rank: str) -> str:
             self.displace(lost, rank)
             return home if home == rank or self.rebind(lost, rank, home, "failover") is not None else rank
 
-        way = ProgramWay(
-            self.keys, self.settings, arrival, program, home if bound is None else bound.decode(), rebound, is_up
-        )
+        way = ProgramWay(self.keys, self.settings, arrival, program, home if bound is None else bound, rebound, is_up)
         self.jobs.submit(job, key=key, way=way)
         return way
+
+    def bound(self, program: str) -> tuple[str | None, list[str]]:
+        """The rank that a Program is bound to, None where there is no such Program, and the ranks of the ring."""
+        pipe = self.client.pipeline(transaction=False)
+        pipe.hget(self.keys.record(program), "rank")
+        pipe.zrange(self.keys.members, 0, -1)
+        with state_errors():
+            rank, members = pipe.execute()
+        return None if rank is None else rank.decode(), [member.decode() for member in members]
 
     def read(self, program: str) -> Stored | None:
         """The record of a Program, None where there is none."""

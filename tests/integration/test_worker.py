@@ -195,7 +195,7 @@ def test_revoke_cancels_running_and_queued_generations(site: Site, app: Celery, 
         answer(sent)
     for job in held:
         assert ended(jobs, job) in ("cancelled", "incomplete")
-    assert site.ranks()[0]["state"] == "loaded"
+    wait_until(lambda: site.ranks()[0]["state"] == "loaded", description="the rank to say that it serves")
 
 
 def test_terminate_cancels_running_and_queued_generations_too(site: Site, app: Celery, jobs: Client) -> None:

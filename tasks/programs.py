@@ -1,0 +1,174 @@
+"""Programs in one process: who they are bound to, how long they wait, and the thread that plans for them.
+
+Every API and worker process has one and plans for all models, so no Program waits for a process that died; what two of
+them do at once does no harm (`pool/store/programs.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+
+from pool.errors import GenpoolError
+from pool.program_settings import ProgramSettings
+from pool.store.connection import Client
+from pool.store.jobs import JobStore
+from pool.store.program_endings import Terms
+from pool.store.program_upkeep import ProgramUpkeep
+from pool.store.programs import ProgramStore
+from tasks.config import Settings
+from tasks.program_homes import Homes, Newcomer
+from tasks.program_log import tell_calibration
+from tasks.program_planning import Planner
+from tasks.program_times import ArrivalTimes, Patience
+
+log = logging.getLogger("genpool.programs")
+
+#: What comes within this time of a turn is planned for together.
+GATHER_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a process holds for the Programs of one model."""
+
+    store: ProgramStore
+    upkeep: ProgramUpkeep
+    homes: Homes
+    patience: Patience
+    planner: Planner
+
+
+class Programs:
+    """Programs of all models that this process knows, disabled ones too: what they hold must end. Thread-safe."""
+
+    def __init__(self, client: Client, jobs: JobStore, settings: Settings, *, terms: Terms) -> None:
+        self._client = client
+        self._jobs = jobs
+        self._terms = terms
+        self._settings = {model: settings.programs.of_model(model) for model in settings.models}
+        self._name = secrets.token_hex(8)
+        self._parts: dict[str, _Parts] = {}
+        self._lock = threading.Lock()
+        self._woken: set[str] = set()
+        self._event = threading.Event()
+        self._stopping = False
+        #: What fails just now: models, "" for the state server.
+        self._failing: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="genpool-programs", daemon=True)
+
+    # -- what the process asks ---------------------------------------------------------------------------------------
+
+    def settings_of(self, model: str) -> ProgramSettings | None:
+        """The settings of a model, None where there is no such model or its Programs are off."""
+        settings = self._settings.get(model)
+        return settings if settings is not None and settings.enabled else None
+
+    def store(self, model: str) -> ProgramStore:
+        """The model's Programs."""
+        return self._of(model).store
+
+    def upkeep(self, model: str) -> ProgramUpkeep:
+        """Their upkeep."""
+        return self._of(model).upkeep
+
+    def home(
+        self, model: str, *, key: str, prompt_tokens: int, program: str = "", relatives: tuple[str, ...] = ()
+    ) -> tuple[str, bool]:
+        """The rank for a Program ("" for none), and whether it is up; what an arrival needs as `home` and `is_up`.
+        `key`: its Claim's hash_key; `prompt_tokens`: of this request; `program`: its id as stored, so that one with a
+        rank that is up keeps it; `relatives`: stored ids of its parent and root. Two round trips. Raises
+        StateUnavailable."""
+        return self._of(model).homes.home(Newcomer(key, prompt_tokens, program, relatives))
+
+    def arrival_times(self, model: str, rank: str, *, deadline_seconds: float | None = None) -> ArrivalTimes:
+        """How long a request that comes to `rank` waits: `force_ms` and `deadline_ms` of its Arrival, and
+        `queue_timeout_ms` of its job. `deadline_seconds`: its hint. Raises StateUnavailable."""
+        return self._of(model).patience.times(rank, deadline_seconds)
+
+    def wake(self, model: str) -> None:
+        """Something has changed: plan soon."""
+        with self._lock:
+            self._woken.add(model)
+        self._event.set()
+
+    def completed(self, model: str, rank: str, program: str) -> None:
+        """A request of a Program has completed on a rank: it may have to yield to one that waits."""
+        self._of(model).planner.completed(rank, program)
+        self.wake(model)
+
+    def _of(self, model: str) -> _Parts:
+        with self._lock:
+            if model not in self._parts:
+                self._parts[model] = self._made(model)
+            return self._parts[model]
+
+    def _made(self, model: str) -> _Parts:
+        store = ProgramStore(self._client, self._jobs, model, self._settings[model])
+        upkeep = ProgramUpkeep(store, self._terms)
+        homes = Homes(store)
+        return _Parts(store, upkeep, homes, Patience(store), Planner(model, store, upkeep, homes, self._name))
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to plan, in a thread of its own, when woken and each `metrics_interval_seconds`."""
+        for model, settings in self._settings.items():
+            tell_calibration(model, settings)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. What it leaves undone any other process does."""
+        self._stopping = True
+        self._event.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        next_tick_s = dict.fromkeys(self._settings, 0.0)
+        while not self._stopping:
+            self._event.wait(max(0.0, min(next_tick_s.values(), default=1.0) - time.monotonic()))
+            self._event.clear()
+            with self._lock:
+                woken, self._woken = self._woken, set()
+            now_s = time.monotonic()
+            ticking = [model for model, at_s in next_tick_s.items() if at_s <= now_s]
+            for model in ticking:
+                next_tick_s[model] = now_s + self._settings[model].metrics_interval_seconds
+            self.turn(ticking, woken)
+            # Many changes in a row are one turn.
+            time.sleep(GATHER_S)
+
+    def turn(self, ticking: list[str], woken: set[str]) -> None:
+        """Plan for these models. Whatever fails, the thread goes on: a state server that is away ends the turn,
+        anything else stays with the model it befell."""
+        try:
+            for model in dict.fromkeys([*ticking, *sorted(woken)]):
+                self._attempt(model, ticks=model in ticking)
+        except (GenpoolError, OSError) as error:
+            self._failed("", type(error).__name__)
+        else:
+            self._failing.discard("")
+
+    def _attempt(self, model: str, *, ticks: bool) -> None:
+        try:
+            if self._of(model).planner.turn(ticks=ticks):
+                self.wake(model)
+        except (GenpoolError, OSError):
+            raise
+        except Exception as error:  # noqa: BLE001 - see `turn`
+            # The place, never the values: messages of libraries may quote their input.
+            place = "".join(traceback.format_tb(error.__traceback__))
+            self._failed(model, f"{model}: unexpected {type(error).__name__}\n{place}")
+        else:
+            self._failing.discard(model)
+
+    def _failed(self, name: str, what: str) -> None:
+        """Say so once, until it passes."""
+        if name not in self._failing:
+            log.warning("planning: %s", what)
+        self._failing.add(name)
