@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -24,18 +24,20 @@ import click
 
 from pool.errors import GenpoolError
 from pool.store.connection import connect
-from tasks import dead_letters, job_commands, launch, tables
-from tasks.api_keys import ADMIN, LABEL, METRICS, USER, KeyRing, check_exposed, new_key
+from tasks import dead_letters, job_commands, launch
+from tasks.api_keys import KeyRing, check_exposed
 from tasks.client import Client
 from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings, state_url
 from tasks.config_docs import markdown
 from tasks.doctor import examine, failures
+from tasks.key_commands import keys
 from tasks.own_runtime import require_state_server, state_server_hint
 from tasks.payloads import MAX_SEED, MAX_TOKENS_LIMIT
 from tasks.queues import HEAD, Queue, Queues
 from tasks.queues import as_json as queues_as_json
 from tasks.rerun import audit_texts
 from tasks.supervisor import Supervisor
+from tasks.tables import print_table
 from tasks.urls import masked
 from workers.engine_commands import calibrate, sweep
 from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_models, known_source, weights_fault
@@ -237,7 +239,7 @@ def doctor(port: int | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in found], indent=2))
     else:
-        _table(("CHECK", "STATUS", "FOUND"), [(each.check, each.status, masked(each.detail)) for each in found])
+        print_table(("CHECK", "STATUS", "FOUND"), [(each.check, each.status, masked(each.detail)) for each in found])
         for each in found:
             if each.remedy:
                 click.echo(f"{each.check}: {each.remedy}")
@@ -278,7 +280,7 @@ def _show_queues(found: list[Queue], as_json: bool) -> None:
     if as_json:
         click.echo(queues_as_json(found))
     else:
-        _table(HEAD, [queue.row() for queue in found])
+        print_table(HEAD, [queue.row() for queue in found])
 
 
 @cli.group("dead-letters")
@@ -309,7 +311,7 @@ def list_dead_letters(model: str | None, as_json: bool) -> None:
         )
         for letter in letters
     ]
-    _table(("MODEL", "JOB", "CODE", "LOSSES", "LAST RANK", "WHEN", "RECORD"), rows)
+    print_table(("MODEL", "JOB", "CODE", "LOSSES", "LAST RANK", "WHEN", "RECORD"), rows)
 
 
 @dead_letters_group.command("retry")
@@ -384,7 +386,7 @@ def list_models() -> None:
                 "yes" if model.enabled else "no",
             )
         )
-    _table(("NAME", "SOURCE", "CACHED", "SIZE", "LICENCE", "ENABLED"), rows)
+    print_table(("NAME", "SOURCE", "CACHED", "SIZE", "LICENCE", "ENABLED"), rows)
 
 
 @models.command()
@@ -398,31 +400,12 @@ def pull(names: tuple[str, ...]) -> None:
         click.echo(f"{name}: {path}")
 
 
-@cli.group()
-def keys() -> None:
-    """API keys."""
-
-
-@keys.command("new")
-@click.argument("name")
-@click.option("--admin", "kind", flag_value=ADMIN, help="For what is the operator's, too.")
-@click.option("--metrics", "kind", flag_value=METRICS, help="For /metrics alone: what a scraper needs.")
-def new_api_key(name: str, kind: str | None) -> None:
-    """Make an API key for NAME, to whom its jobs will belong. It is printed once and kept nowhere: what is stored, in
-    server.keys_file, is the line."""
-    key, line = new_key(name, kind or USER)
-    click.echo(f"key   {key}")
-    click.echo(f"{LABEL}  {line}")
+cli.add_command(keys)
 
 
 def _client(settings: Settings) -> closing[Client]:
     require_state_server(settings)
     return closing(Client(settings))
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    for line in tables.lines(head, rows):
-        click.echo(line)
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pool.errors import ConfigurationError
-from tasks import launch, tables
+from tasks import launch
 from tasks.config import Settings, config_file, load_settings
 from tasks.payloads import MAX_TOKENS_LIMIT
+from tasks.tables import print_table
 from workers.weights import ensure_models
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def sweep(model: str, json_file: Path | None, plot: Path | None, **options: Any)
 
     settings, weights = _loadable(model)
     found = sweep_model(model, settings.models[model], weights, SweepOptions(**options))
-    _print(*table(found))
+    print_table(*table(found))
     click.echo(f"Saturated at {found.saturation_concurrency}.")
     if json_file is not None:
         json_file.write_text(found.as_json(), encoding="utf-8")
@@ -117,8 +118,8 @@ def _calibrate(
     found, deployment = command.calibrate_model(
         model, settings.models[model], weights, progress=lambda line: click.echo(line, err=True), **options
     )
-    _print(*command.coefficients_table(found), err=True)
-    _print(*command.held_out_table(found), err=True)
+    print_table(*command.coefficients_table(found), err=True)
+    print_table(*command.held_out_table(found), err=True)
     for line in command.remarks(found):
         click.echo(line, err=True)
     if json_file is not None:
@@ -149,8 +150,3 @@ def _loadable(model: str) -> tuple[Settings, Path | None]:
     settings = load_settings()
     launch.require_model(settings, model)
     return settings, ensure_models(settings, [model]).get(model)
-
-
-def _print(head: list[str], rows: list[list[str]], *, err: bool = False) -> None:
-    for line in tables.lines(head, rows):
-        click.echo(line, err=err)

@@ -89,6 +89,7 @@ class BatchingLoop:
         self._ended: OrderedDict[Key, None] = OrderedDict()
         self._in_flight = 0
         self._queued = 0
+        self._holdings: dict[str, int] = {}
         #: Sessions that found no room in the last tick.
         self._ahead = 0
 
@@ -161,6 +162,14 @@ class BatchingLoop:
         self._inbox.append(_Unpin(holder))
         self._ring()
 
+    def drop_holder(self, holder: str) -> None:
+        """Nothing is kept for this holder any more."""
+        self.unpin(holder)
+
+    def holdings(self) -> dict[str, int]:
+        """Tokens that each holder takes, as of the last turn."""
+        return self._holdings
+
     def capacity(self) -> RunnerCapacity:
         """Effective limit and choices in flight."""
         return RunnerCapacity(effective=self.effective_limit(), in_flight=self._in_flight)
@@ -230,6 +239,7 @@ class BatchingLoop:
         report = self._scheduler.tick()
         self._account(report)
         self._ahead = self._scheduler.waiting
+        self._holdings = self._scheduler.holdings()
         self._unchecked = self._unchecked or report.did_work
         return report
 

@@ -36,8 +36,8 @@ class Residence:
         self._keeps_output = reuse == "all" or (reuse == "exact" and can.recompute_exact)
         #: Whether sessions that begin with the same prompt share it.
         self.shares = can.prefix_share and reuse != "off"
-        #: Holders whose KV outlives sessions, the longest unused first.
-        self._holders: dict[str, None] = {}
+        #: Holders whose KV outlives sessions, the longest unused first, with the tokens that are kept.
+        self._holders: dict[str, int] = {}
 
     @property
     def can_preempt(self) -> bool:
@@ -82,7 +82,7 @@ class Residence:
         holder = session.generation.holder if sound and self._reuse != "off" else ""
         if holder:
             self._holders.pop(holder, None)
-            self._holders[holder] = None
+            self._holders[holder] = session.held if self._keeps_output else min(session.held, session.prompt_tokens)
         self._release(session, keep=sound, holder=holder)
 
     def save(self, session: Session) -> None:
@@ -120,6 +120,10 @@ class Residence:
         if session.saved is not None or not self.shares:
             return False
         return is_resident(self._engine.resident(session.feed, self._scope(session)), len(session.feed))
+
+    def holdings(self) -> dict[str, int]:
+        """Tokens that are kept, by holder."""
+        return dict(self._holders)
 
     def make_way(self) -> bool:
         """Give up what is kept for the holder that has not used it for longest. False: nothing is kept."""

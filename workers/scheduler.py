@@ -158,6 +158,15 @@ class Scheduler:
         self._residence.unpin(holder)
         self._stirred = True
 
+    def holdings(self) -> dict[str, int]:
+        """Tokens that are kept for each holder, and those of its live sessions."""
+        found = self._residence.holdings()
+        for session in (*self._prefilling, *self._decoding):
+            holder = session.generation.holder
+            if holder:
+                found[holder] = found.get(holder, 0) + session.held
+        return found
+
     def unpin_all(self) -> None:
         """Nothing is kept for any holder any more."""
         while self._residence.make_way():
@@ -414,7 +423,9 @@ class Scheduler:
         self._report.events.append(drawn)
         if session.phase is Phase.DECODING:
             self._telemetry.decoded(now_s)
-        if session.last_token_s is not None:
+        if session.last_token_s is None:
+            session.first_token_s = now_s
+        else:
             self._telemetry.gap(now_s - session.last_token_s)
         session.last_token_s = now_s
         return True

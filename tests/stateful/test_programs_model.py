@@ -119,7 +119,7 @@ class Programs(RuleBasedStateMachine):
         """A rank is lost; what it had is moved at once, or later."""
         rank = data.draw(RANKS, label="rank")
         drained = data.draw(st.booleans(), label="drained")
-        assert self.scene.upkeep.lose(rank, self.world.seats[rank]) == bool(self.world.seats[rank])
+        assert self.scene.lose(rank, self.world.seats[rank]) == bool(self.world.seats[rank])
         self.world.seats[rank] = ""
         if drained:
             self.drain_rank(rank)
@@ -280,7 +280,7 @@ class Programs(RuleBasedStateMachine):
         assert handout.lease.placement is not None
         rank = handout.lease.placement.rank
         if data.draw(st.booleans(), label="lost"):
-            self.scene.upkeep.lose(rank, self.world.seats[rank])
+            self.scene.lose(rank, self.world.seats[rank])
             self.world.seats[rank] = ""
         else:
             self.take_rank(rank)
@@ -363,7 +363,9 @@ class Programs(RuleBasedStateMachine):
         timer = self.world.programs[key].timer
         self.client.zadd(self.scene.keys.program_timers, {f"{timer}:{self.id_of(key)}": 1}, xx=True)
         done = "released" if timer == "retention" else "paused"
-        assert self.scene.upkeep.expire() == [(self.id_of(key), done)]
+        swept_steadily(self.client)
+        rank = self.world.programs[key].rank
+        assert self.scene.upkeep.expire() == [(self.id_of(key), rank, done)]
         self.world.due(timer, key)
 
     def set_clock(self, data: st.DataObject) -> None:
@@ -380,6 +382,7 @@ class Programs(RuleBasedStateMachine):
                 self.client.zadd(self.scene.keys.place(program.rank)["waiting"], {self.id_of(key): due_ms})
         if by_ms == LONG_MS:
             due = [timer.decode().partition(":") for timer in self.client.zrange(self.scene.keys.program_timers, 0, -1)]
+            swept_steadily(self.client)
             self.scene.upkeep.expire()
             keys = {self.id_of(key): key for key in self.world.programs}
             for kind, _, program_id in due:
