@@ -16,6 +16,7 @@ from pool.store.connection import Client
 from tasks.config import Settings
 from tasks.programs import Programs
 from tests.program_scene import Scene, pid, settings
+from tests.waiting import wait_until
 
 Make = Callable[..., Scene]
 
@@ -42,10 +43,15 @@ def make(client: Client, redis_url: str) -> Iterator[Make]:
     end()
 
 
+def process_of(scene: Scene) -> Programs:
+    """What each process has of the scene's Programs."""
+    configured = Settings(programs=scene.settings, models={"tiny": ModelSettings(source="random:tiny")})
+    return Programs(scene.client, scene.jobs, configured, terms=scene.terms)
+
+
 def homes(scene: Scene, count: int) -> list[str]:
     """Where so many new Programs would begin."""
-    configured = Settings(programs=scene.settings, models={"tiny": ModelSettings(source="random:tiny")})
-    process = Programs(scene.client, scene.jobs, configured, terms=scene.terms)
+    process = process_of(scene)
     return [process.home("tiny", key=f"agent-{number}", prompt_tokens=10)[0] for number in range(count)]
 
 
@@ -125,3 +131,22 @@ def test_stats_window_size_is_how_many_samples_count(make: Make) -> None:
         seen = scene.store.snapshot("a")
         found.append((seen.rank.means.full, [each.prompt_tokens for each in seen.windows.requests]))
     assert found == [(True, [101, 102]), (False, [100, 101, 102])]
+
+
+def test_rank_gone_seconds_is_when_a_rank_leaves_the_ring(make: Make) -> None:
+    """One that is away for a moment keeps its points."""
+    found = []
+    for seconds in (0.001, 60.0):
+        scene = make(rank_gone_seconds=seconds)
+        scene.join("b", "other")
+        scene.upkeep.lose("b", "other", leaves=True)
+        process = process_of(scene)
+
+        def is_gone(scene: Scene = scene, process: Programs = process) -> bool:
+            process.turn(["tiny"], set())
+            return "b" not in scene.upkeep.members()
+
+        if seconds < 1:
+            wait_until(is_gone, description="the rank to leave the ring")
+        found.append(is_gone())
+    assert found == [True, False]
