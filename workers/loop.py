@@ -55,7 +55,8 @@ class _Unpin:
 
 
 class BatchingLoop:
-    """A Runner over an in-process engine. `limit`: generations in flight at most (more wait inside, in order)."""
+    """A Runner over an in-process engine. `limit`: generations in flight at most (more wait inside, in order);
+    `target_step_s`: seconds that a step with prefill should take beside generations that decode, 0: no matter."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class BatchingLoop:
         limit: int,
         *,
         reuse: PrefixReuse = "exact",
+        target_step_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
@@ -75,7 +77,11 @@ class BatchingLoop:
         self._kv_positions = min(usage.total, can.max_positions)
         self._most = min(can.max_sessions, budgets.active_cap)
         residence = Residence(engine, overcommit=budgets.kv_overcommit, reuse=reuse)
-        self._scheduler = Scheduler(engine, residence, self.figures, slots=self.effective_limit())
+        self._scheduler = Scheduler(
+            engine, residence, self.figures, slots=self.effective_limit(), target_step_s=target_step_s
+        )
+        #: Prompt tokens that a tick prefills in any case, as far as there are so many.
+        self._least_prefill = 1 if target_step_s else budgets.max_prefill_tokens_per_tick
         self._inbox: deque[_Submitted | _Stop | _Unpin] = deque()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -277,7 +283,7 @@ class BatchingLoop:
         live = self._scheduler.live()
         new_tokens = sum(session.generation.max_tokens for session in live)
         prompts = [session.prompt_tokens for session in live]
-        chunks = most_chunks(prompts, self.budgets.max_prefill_tokens_per_tick, self.engine.prefill_grid)
+        chunks = most_chunks(prompts, self._least_prefill, self.engine.prefill_grid)
         guard = completion_guard(new_tokens + chunks, self._scheduler.active, len(live) - self._scheduler.active)
         events: list[Event] = []
         for _ in range(guard):

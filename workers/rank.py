@@ -126,7 +126,13 @@ class Rank:
             logprobs=able.logprobs,
             seed=able.seed,
         )
-        self._loop = BatchingLoop(engine, Budgets.of(model), self._limit, reuse=model.prefix_reuse)
+        self._loop = BatchingLoop(
+            engine,
+            Budgets.of(model),
+            self._limit,
+            reuse=model.prefix_reuse,
+            target_step_s=model.target_step_seconds,
+        )
         self._claim_id()
         delivery = Delivery(
             reader=self._reader,
