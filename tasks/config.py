@@ -70,6 +70,8 @@ SHIPPED_MODELS: Mapping[str, Mapping[str, Any]] = {
         "kept_prefixes": 4,
         "weight_bytes": 91_726_912,
         "kv_budget_bytes": 2**30,
+        # A burst of short prompts in one step; beside others it is the time that bounds.
+        "max_prefill_tokens_per_tick": 2048,
     },
 }
 

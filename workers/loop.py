@@ -64,11 +64,16 @@ class _Drop:
 
 
 class BatchingLoop:
+<<<<<<< HEAD
     """A Runner over an in-process engine. `limit`: generations in flight at most (more wait inside, in order).
 
     `offload`: room for KV that is moved out of the engine, if its kind can be. It is put back where that takes less
     time than `prefill_seconds` says of computing its prompt again.
     """
+=======
+    """A Runner over an in-process engine. `limit`: generations in flight at most (more wait inside, in order);
+    `target_step_s`: seconds that a step with prefill should take beside generations that decode, 0: no matter."""
+>>>>>>> f2b180fc1c98d37fa6083c735fc3d725c53cf0cc
 
     def __init__(
         self,
@@ -77,6 +82,7 @@ class BatchingLoop:
         limit: int,
         *,
         reuse: PrefixReuse = "exact",
+        target_step_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         offload: OffloadBudget = NO_OFFLOAD,
         prefill_seconds: PrefillSeconds = REFERENCE_PREFILL,
@@ -89,6 +95,16 @@ class BatchingLoop:
         can = engine.capability()
         self._kv_positions = min(usage.total, can.max_positions)
         self._most = min(can.max_sessions, budgets.active_cap)
+<<<<<<< HEAD
+=======
+        residence = Residence(engine, overcommit=budgets.kv_overcommit, reuse=reuse)
+        self._scheduler = Scheduler(
+            engine, residence, self.figures, slots=self.effective_limit(), target_step_s=target_step_s
+        )
+        #: Prompt tokens that a tick prefills in any case, as far as there are so many.
+        self._least_prefill = 1 if target_step_s else budgets.max_prefill_tokens_per_tick
+        self._inbox: deque[_Submitted | _Stop | _Unpin] = deque()
+>>>>>>> f2b180fc1c98d37fa6083c735fc3d725c53cf0cc
         self._wake = threading.Event()
         self._keeps = can.prefix_share and reuse != "off"
         self._offloads = self._keeps and can.offload and bool(offload)
@@ -369,7 +385,7 @@ class BatchingLoop:
         live = self._scheduler.live()
         new_tokens = sum(session.generation.max_tokens for session in live)
         prompts = [session.prompt_tokens for session in live]
-        chunks = most_chunks(prompts, self.budgets.max_prefill_tokens_per_tick, self.engine.prefill_grid)
+        chunks = most_chunks(prompts, self._least_prefill, self.engine.prefill_grid)
         guard = completion_guard(new_tokens + chunks, self._scheduler.active, len(live) - self._scheduler.active)
         events: list[Event] = []
         for _ in range(guard):

@@ -23,6 +23,7 @@ from pool.rules.batching import (
     rotate,
 )
 from pool.rules.kv_blocks import IntegrityError
+from pool.rules.pacing import Pace, prefill_budget
 from tasks.ports import (
     CacheMiss,
     Engine,
@@ -76,15 +77,20 @@ class Tick:
 
 
 class Scheduler:
-    """`slots`: sessions that may be active at once; it may change between ticks."""
+    """`slots`: sessions that may be active at once; it may change between ticks. `target_step_s`: seconds that a step
+    with prefill should take beside sessions that decode; 0: no matter."""
 
-    def __init__(self, engine: Engine, residence: Residence, telemetry: Telemetry, *, slots: int) -> None:
+    def __init__(
+        self, engine: Engine, residence: Residence, telemetry: Telemetry, *, slots: int, target_step_s: float = 0.0
+    ) -> None:
         self._engine = engine
         self._residence = residence
         self._holders = residence.holders
         self._telemetry = telemetry
         self._budgets = telemetry.budgets
         self._slots = slots
+        self._target_step_s = target_step_s
+        self._pace = Pace()
         self._eos_ids = frozenset(engine.vocabulary.eos_ids)
         self._fingerprint = engine.fingerprint()
         self._jobs: dict[Key, Job] = {}
@@ -323,7 +329,7 @@ class Scheduler:
         self._report.decoded += [session.id for session in now]
         stops = prefill_stops(
             [Prefill(session.held, len(session.feed)) for session in self._prefilling],
-            budget_tokens=self._budgets.max_prefill_tokens_per_tick,
+            budget_tokens=self._prefill_budget(len(now)),
             grid=self._engine.prefill_grid,
         )
         for session, stop in zip(self._prefilling, stops, strict=True):
@@ -331,6 +337,15 @@ class Scheduler:
                 batch.append((session, session.chunk(stop)))
                 self._report.prefilled.append(session.id)
         return batch
+
+    def _prefill_budget(self, rows: int) -> int:
+        return prefill_budget(
+            self._pace,
+            limit=self._budgets.max_prefill_tokens_per_tick,
+            rows=rows,
+            settled=any(len(session.output) > 1 for session in self._decoding),
+            target_s=self._target_step_s,
+        )
 
     def _secure(self, session: Session) -> None:
         """Make sure of room for the session's next position, at the youngest's cost if it must be."""
@@ -364,10 +379,13 @@ class Scheduler:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def _run(self, batch: list[tuple[Session, Member]]) -> None:
+        rows = sum(session.phase is Phase.DECODING for session, _ in batch)
+        tokens = sum(len(member.tokens) for _, member in batch)
         began_s = self._telemetry.clock()
         results = self._step([member for _, member in batch])
         now_s = self._telemetry.clock()
         self._telemetry.stepped(now_s - began_s)
+        self._pace = self._pace.after(now_s - began_s, rows=rows, prefill_tokens=tokens - rows)
         for (session, member), result in zip(batch, results, strict=True):
             # A sibling's failure in this very step may have ended the whole job.
             if session.phase is not Phase.DONE:
