@@ -64,16 +64,12 @@ class _Drop:
 
 
 class BatchingLoop:
-<<<<<<< HEAD
-    """A Runner over an in-process engine. `limit`: generations in flight at most (more wait inside, in order).
+    """A Runner over an in-process engine. `limit`: generations in flight at most (more wait inside, in order);
+    `target_step_s`: seconds that a step with prefill should take beside generations that decode, 0: no matter.
 
     `offload`: room for KV that is moved out of the engine, if its kind can be. It is put back where that takes less
     time than `prefill_seconds` says of computing its prompt again.
     """
-=======
-    """A Runner over an in-process engine. `limit`: generations in flight at most (more wait inside, in order);
-    `target_step_s`: seconds that a step with prefill should take beside generations that decode, 0: no matter."""
->>>>>>> f2b180fc1c98d37fa6083c735fc3d725c53cf0cc
 
     def __init__(
         self,
@@ -95,16 +91,6 @@ class BatchingLoop:
         can = engine.capability()
         self._kv_positions = min(usage.total, can.max_positions)
         self._most = min(can.max_sessions, budgets.active_cap)
-<<<<<<< HEAD
-=======
-        residence = Residence(engine, overcommit=budgets.kv_overcommit, reuse=reuse)
-        self._scheduler = Scheduler(
-            engine, residence, self.figures, slots=self.effective_limit(), target_step_s=target_step_s
-        )
-        #: Prompt tokens that a tick prefills in any case, as far as there are so many.
-        self._least_prefill = 1 if target_step_s else budgets.max_prefill_tokens_per_tick
-        self._inbox: deque[_Submitted | _Stop | _Unpin] = deque()
->>>>>>> f2b180fc1c98d37fa6083c735fc3d725c53cf0cc
         self._wake = threading.Event()
         self._keeps = can.prefix_share and reuse != "off"
         self._offloads = self._keeps and can.offload and bool(offload)
@@ -116,7 +102,11 @@ class BatchingLoop:
             store=OffloadStore(offload, clock=clock, wake=self._ring) if self._offloads else None,
             prefill_seconds=prefill_seconds,
         )
-        self._scheduler = Scheduler(engine, residence, self.figures, slots=self.effective_limit())
+        self._scheduler = Scheduler(
+            engine, residence, self.figures, slots=self.effective_limit(), target_step_s=target_step_s
+        )
+        #: Prompt tokens that a tick prefills in any case, as far as there are so many.
+        self._least_prefill = 1 if target_step_s else budgets.max_prefill_tokens_per_tick
         self._inbox: deque[_Submitted | _Stop | _Drop | Hint] = deque()
         self._desk = HintDesk()
         #: Hints that have been read and not carried out yet, in order.

@@ -137,35 +137,18 @@ class Rank:
             logprobs=able.logprobs,
             seed=able.seed,
         )
-<<<<<<< HEAD
         offload = OffloadBudget(
             model.offload_memory_bytes,
             model.offload_disk_bytes,
             offload_folder(self._settings),
             self._settings.programs.paused_retention_ttl_seconds,
-=======
+        )
         self._loop = BatchingLoop(
             engine,
             Budgets.of(model),
             self._limit,
             reuse=model.prefix_reuse,
             target_step_s=model.target_step_seconds,
-        )
-        self._claim_id()
-        delivery = Delivery(
-            reader=self._reader,
-            writer=self._writer,
-            model=self.model,
-            rank=self._id,
-            lease_ms=self._lease_ms,
-            result_ttl_ms=self._settings.state.result_ttl_seconds * 1000,
->>>>>>> f2b180fc1c98d37fa6083c735fc3d725c53cf0cc
-        )
-        self._loop = BatchingLoop(
-            engine,
-            Budgets.of(model),
-            self._limit,
-            reuse=model.prefix_reuse,
             offload=offload,
             prefill_seconds=partial(prefill_seconds, self._settings.programs.of_model(self.model).prefill_cost_model),
         )
