@@ -13,11 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from threadpoolctl import threadpool_limits
 
 from pool.rules.admission import Budgets
+from pool.rules.programs.ttl import prefill_seconds
 from pool.settings import ModelSettings
 from pool.store.connection import connect
 from pool.store.delivery import Delivery
@@ -26,12 +28,13 @@ from pool.store.keys import node_channel
 from pool.store.placements import Outcome
 from pool.store.rank_delivery import RankDelivery
 from pool.store.ranks import Card, RankRegistry
-from tasks.config import Settings, state_url
+from tasks.config import Settings, offload_folder, state_url
 from tasks.ports import Engine, Finished
 from tasks.programs import Programs
 from workers.engines import load_engine
 from workers.intake import Intake, reading_client
 from workers.loop import BatchingLoop
+from workers.offload import OffloadBudget
 from workers.outlet import STATE_ERRORS, Outlet
 from workers.program_residence import ProgramResidence
 from workers.program_seat import ProgramSeat
@@ -134,7 +137,21 @@ class Rank:
             logprobs=able.logprobs,
             seed=able.seed,
         )
-        self._loop = BatchingLoop(engine, Budgets.of(model), self._limit, reuse=model.prefix_reuse)
+        offload = OffloadBudget(
+            model.offload_memory_bytes,
+            model.offload_disk_bytes,
+            offload_folder(self._settings),
+            self._settings.programs.paused_retention_ttl_seconds,
+        )
+        self._loop = BatchingLoop(
+            engine,
+            Budgets.of(model),
+            self._limit,
+            reuse=model.prefix_reuse,
+            target_step_s=model.target_step_seconds,
+            offload=offload,
+            prefill_seconds=partial(prefill_seconds, self._settings.programs.of_model(self.model).prefill_cost_model),
+        )
         self._claim_id()
         delivery = self._deliver()
         delivery.heal()
@@ -189,7 +206,7 @@ class Rank:
             self._programs,
             settings,
             delivery,
-            ProgramResidence(self._loop, self._outlet.held),
+            ProgramResidence(self._loop, self._outlet.held, on_pause=settings.on_pause),
             registered=self._beat,
             keep_s=self._settings.worker.renew_seconds,
         )

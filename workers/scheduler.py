@@ -23,6 +23,7 @@ from pool.rules.batching import (
     rotate,
 )
 from pool.rules.kv_blocks import IntegrityError
+from pool.rules.pacing import Pace, prefill_budget
 from tasks.ports import (
     CacheMiss,
     Engine,
@@ -35,6 +36,8 @@ from tasks.ports import (
     StepResult,
     Stopped,
 )
+from workers.hints import Hint, HintResult
+from workers.holders import Holdings
 from workers.residence import Residence
 from workers.sessions import Job, Phase, Session
 from workers.telemetry import Telemetry
@@ -74,14 +77,20 @@ class Tick:
 
 
 class Scheduler:
-    """`slots`: sessions that may be active at once; it may change between ticks."""
+    """`slots`: sessions that may be active at once; it may change between ticks. `target_step_s`: seconds that a step
+    with prefill should take beside sessions that decode; 0: no matter."""
 
-    def __init__(self, engine: Engine, residence: Residence, telemetry: Telemetry, *, slots: int) -> None:
+    def __init__(
+        self, engine: Engine, residence: Residence, telemetry: Telemetry, *, slots: int, target_step_s: float = 0.0
+    ) -> None:
         self._engine = engine
         self._residence = residence
+        self._holders = residence.holders
         self._telemetry = telemetry
         self._budgets = telemetry.budgets
         self._slots = slots
+        self._target_step_s = target_step_s
+        self._pace = Pace()
         self._eos_ids = frozenset(engine.vocabulary.eos_ids)
         self._fingerprint = engine.fingerprint()
         self._jobs: dict[Key, Job] = {}
@@ -153,27 +162,38 @@ class Scheduler:
             self._telemetry.cancelled_sessions += stopped * (how == "cancelled")
             self._telemetry.failed_sessions += stopped * (how == "failed")
 
-    def unpin(self, holder: str) -> None:
+    def drop_holder(self, holder: str) -> None:
         """Nothing is kept for this holder any more."""
-        self._residence.unpin(holder)
+        self._holders.drop(holder)
         self._stirred = True
 
-    def holdings(self) -> dict[str, int]:
-        """Tokens that are kept for each holder, and those of its live sessions."""
-        found = self._residence.holdings()
-        for session in (*self._prefilling, *self._decoding):
-            holder = session.generation.holder
-            if holder:
-                found[holder] = found.get(holder, 0) + session.held
-        return found
+    def apply(self, hint: Hint) -> HintResult | None:
+        """Do as a hint says, or say why not. None: not yet."""
+        if hint.action != "retain" and any(session.generation.holder == hint.holder for session in self.live()):
+            self._holders.abandon(hint)
+            return hint.failed("a request of it is here")
+        self._stirred = True
+        try:
+            return self._holders.apply(hint)
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises must not end the loop
+            self._holders.abandon(hint)
+            return hint.failed(f"the engine failed: {type(error).__name__}")
 
-    def unpin_all(self) -> None:
-        """Nothing is kept for any holder any more."""
-        while self._residence.make_way():
-            pass
+    def abandon(self, hint: Hint) -> None:
+        """The hint has expired."""
+        self._holders.abandon(hint)
+
+    def holdings(self) -> Holdings | None:
+        """Who has what of the KV. None: as the last time."""
+        return self._holders.news(self._telemetry.usage)
+
+    def close(self) -> None:
+        """Nothing is kept for anybody any more, anywhere."""
+        self._holders.close()
 
     def tick(self) -> Tick:
         """One turn; what it did."""
+        self._stirred = self._holders.poll() or self._stirred
         for session in list(self._replayed):
             self._end(session)
         self._promote()
@@ -197,6 +217,7 @@ class Scheduler:
         usage = self._engine.kv_usage()
         if not self.active and usage.held != usage.pinned:
             raise IntegrityError(f"{usage.held - usage.pinned} positions of KV are held by no session")
+        self._holders.check_integrity(usage, (*self._prefilling, *self._decoding))
         if self._engine.fingerprint() != self._fingerprint:
             raise IntegrityError("the engine's fingerprint has changed")
 
@@ -221,7 +242,7 @@ class Scheduler:
         if session.phase is not Phase.WAITING or self._waits_for_leader(session):
             return False
         try:
-            entered = self._residence.enter(session)
+            entered = not self._residence.is_loading(session) and self._residence.enter(session)
         except Exception as error:  # noqa: BLE001 - whatever an engine raises must not end the loop
             # It may have begun all the same.
             self._residence.leave(session, sound=False)
@@ -259,7 +280,7 @@ class Scheduler:
         """The first in the queue does not fit. Whether that has changed anything."""
         if head.phase is Phase.DONE:
             return True
-        if self._waits_for_leader(head):
+        if self._waits_for_leader(head) or self._residence.is_loading(head):
             return False
         exported = self._exported_for(head)
         if exported is not None:
@@ -268,7 +289,7 @@ class Scheduler:
         if self.active:
             return False
         # Nobody will make room by ending: whatever it takes, the first one runs.
-        if not self._residence.make_way():
+        if not self._holders.make_way():
             self._give_up_on(head)
         return True
 
@@ -277,15 +298,17 @@ class Scheduler:
         if not outside or not self._residence.can_preempt:
             return None
         usage = self._engine.kv_usage()
-        arrival = exported_for(
-            head.arrival,
-            {arrival: session.room - session.cached for arrival, session in outside.items()},
-            lacking=self._residence.wanted(head) - (usage.total - usage.held),
-        )
+
+        def freed(arrivals: Sequence[int]) -> int:
+            """What they share with sessions that stay is not freed."""
+            return self._engine.sole([(outside[each].id, outside[each].attempt) for each in arrivals])
+
+        lacking = self._residence.wanted(head) - (usage.total - usage.held)
+        arrival = exported_for(head.arrival, outside, lacking=lacking, freed=freed)
         return None if arrival is None else outside[arrival]
 
     def _give_up_on(self, head: Session) -> None:
-        """A session that finds no room though all is free: what was saved of it cannot be restored, or it is too
+        """A session that finds no room though all is free: it came to need more than when it was saved, or it is too
         large after all."""
         if head.saved is None:
             self._fail(head, "The engine has no room for its KV.")
@@ -306,7 +329,7 @@ class Scheduler:
         self._report.decoded += [session.id for session in now]
         stops = prefill_stops(
             [Prefill(session.held, len(session.feed)) for session in self._prefilling],
-            budget_tokens=self._budgets.max_prefill_tokens_per_tick,
+            budget_tokens=self._prefill_budget(len(now)),
             grid=self._engine.prefill_grid,
         )
         for session, stop in zip(self._prefilling, stops, strict=True):
@@ -315,13 +338,22 @@ class Scheduler:
                 self._report.prefilled.append(session.id)
         return batch
 
+    def _prefill_budget(self, rows: int) -> int:
+        return prefill_budget(
+            self._pace,
+            limit=self._budgets.max_prefill_tokens_per_tick,
+            rows=rows,
+            settled=any(len(session.output) > 1 for session in self._decoding),
+            target_s=self._target_step_s,
+        )
+
     def _secure(self, session: Session) -> None:
         """Make sure of room for the session's next position, at the youngest's cost if it must be."""
         while session.phase is Phase.DECODING and not self._grow(session):
             if self.active > 1:
                 active = {each.arrival: each for each in (*self._prefilling, *self._decoding)}
                 self._preempt(active[gives_way(active)])
-            elif not self._residence.make_way():
+            elif not self._holders.make_way():
                 # All is its own now, and still it cannot grow: the engine does not hold it any more.
                 self._miss(session)
 
@@ -347,10 +379,13 @@ class Scheduler:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def _run(self, batch: list[tuple[Session, Member]]) -> None:
+        rows = sum(session.phase is Phase.DECODING for session, _ in batch)
+        tokens = sum(len(member.tokens) for _, member in batch)
         began_s = self._telemetry.clock()
         results = self._step([member for _, member in batch])
         now_s = self._telemetry.clock()
         self._telemetry.stepped(now_s - began_s)
+        self._pace = self._pace.after(now_s - began_s, rows=rows, prefill_tokens=tokens - rows)
         for (session, member), result in zip(batch, results, strict=True):
             # A sibling's failure in this very step may have ended the whole job.
             if session.phase is not Phase.DONE:

@@ -153,6 +153,17 @@ def test_all_who_may_become_active_in_one_turn(site: Site) -> None:
     assert site.scene.book()["active"] == "70"
 
 
+@with_settings(resume_order="fcfs")
+def test_those_behind_many_who_do_not_fit_are_looked_at(site: Site) -> None:
+    """A snapshot shows fifty; each that becomes active shows one more."""
+    for number in range(49):
+        site.scene.arrive(f"large-{number}", tokens=2000)
+    for number in range(3):
+        site.scene.arrive(f"small-{number}")
+    site.woken()
+    assert site.scene.book()["active"] == "3"
+
+
 @with_settings(binding_only=True, token_capacity_per_dp_rank=150)
 def test_where_programs_are_only_bound_all_become_active(site: Site) -> None:
     """Whatever there is of room; those that wait because their rank was lost as soon as another one is up."""

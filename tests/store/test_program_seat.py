@@ -23,7 +23,8 @@ from tests.builders import LEASE_MS, RESULT_TTL_MS
 from tests.program_scene import TENANT, Scene, pid, settings
 from workers.engines.numpy_llama import NumpyLlama
 from workers.engines.tiny import tiny_llama
-from workers.loop import BatchingLoop
+from workers.loop import NO_OFFLOAD, BatchingLoop
+from workers.offload import OffloadBudget
 from workers.outlet import Held
 from workers.program_residence import ProgramResidence
 from workers.program_seat import ProgramSeat
@@ -35,7 +36,7 @@ SLOTS = 2
 class Desk:
     """Rank `a` with its loop and its seat. `registered`: what the registry says."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, offload: OffloadBudget = NO_OFFLOAD) -> None:
         self.scene = scene
         self.registered = True
         self.held: list[Held] = []
@@ -49,13 +50,15 @@ class Desk:
             incarnation="first",
         )
         scene.workers["a"] = self.delivery
-        self.loop = BatchingLoop(NumpyLlama(*tiny_llama(7)), Budgets(max_prefill_tokens_per_tick=64), SLOTS)
+        self.loop = BatchingLoop(
+            NumpyLlama(*tiny_llama(7)), Budgets(max_prefill_tokens_per_tick=64), SLOTS, offload=offload
+        )
         own = Settings(programs=scene.settings, models={"tiny": ModelSettings(source="random:7")})
         self.seat = ProgramSeat(
             Programs(scene.client, scene.jobs, own, terms=scene.terms),
             scene.settings,
             self.delivery,
-            ProgramResidence(self.loop, lambda: self.held),
+            ProgramResidence(self.loop, lambda: self.held, on_pause=scene.settings.on_pause),
             registered=lambda: self.registered,
             keep_s=60,
         )
@@ -160,6 +163,32 @@ def test_kv_of_nobody_is_dropped(desk: Desk) -> None:
     desk.scene.upkeep.finish(TENANT, "lead")
     desk.turn()
     assert desk.resident() == {}
+
+
+@pytest.mark.parametrize(("memory_bytes", "leaves"), [(10**8, True), (1, False)], ids=["room", "none"])
+def test_kv_of_a_paused_program_may_leave_the_engine(
+    client: Client, redis_url: str, memory_bytes: int, *, leaves: bool
+) -> None:
+    """As the settings say. It counts until it has left; where it cannot, it is dropped; and it is dropped outside, too,
+    when its Program is over."""
+    scene = Scene(client, redis_url, settings(on_pause="offload"))
+    desk = Desk(scene, OffloadBudget(memory_bytes))
+    desk.run("lead")
+    scene.pause("lead", "max_segment_yield")
+    desk.turn()
+    assert scene.upkeep.leaving("a") == {pid("lead"): 210}
+    assert set(desk.resident()) == (set() if leaves else {pid("lead")})
+    desk.turn()
+    assert desk.resident() == {}
+    assert desk.loop.offloaded() == ({pid("lead")} if leaves else set())
+    desk.turn()
+    assert scene.upkeep.leaving("a") == {}
+    scene.upkeep.finish(TENANT, "lead")
+    desk.turn()
+    assert (desk.resident(), desk.loop.offloaded()) == ({}, set())
+    scene.sound()
+    scene.close()
+    client.flushall()
 
 
 def test_what_has_not_begun_waits_where_there_is_no_room(desk: Desk) -> None:
