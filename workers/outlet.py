@@ -353,10 +353,9 @@ class Outlet:
             held.watched_by(answer.watch)
             held.flushed, held.written_s = True, time.monotonic()
             self._drop_entries(held, len(held.entries))
-            nodes = answer.watch.split()
-            for node in nodes if held.ending is not None else filter(wants_tokens, nodes):
-                news.setdefault(node, []).append(held.lease.token)
             if held.ending is not None:
+                for node in answer.watch.split():
+                    news.setdefault(node, []).append(held.lease.token)
                 self._leave(held, held.ending.state, held.ending)
         elif answer.log_end < (held.entries[0].seq if held.entries else held.next_seq):
             # The log is shorter than what had been stored: the state server came back with less than it had confirmed.

@@ -18,6 +18,7 @@ from pool.store import rebuilding
 from pool.store.connection import Client
 from pool.store.entries import drop, token_of
 from pool.store.handouts import Entry, Handout, Lease, Taken, Write, Written, handout_of, written_of
+from pool.store.hints import MOST_BYTES
 from pool.store.inputs import fetch
 from pool.store.keys import GROUP, ModelKeys, node_channel
 from pool.store.log import pack
@@ -181,7 +182,8 @@ class Delivery:
             self.writer.execute_command("CLIENT", "UNBLOCK", self._reader_id)
 
     def write(self, writes: Iterable[Write]) -> list[Written]:
-        """Append to logs and end jobs. Safe to repeat after a connection failure."""
+        """Append to logs and end jobs. Safe to repeat after a connection failure. Who follows a job is told of what is
+        appended; of ends, `hint` tells."""
         return list(self.write_each(writes))
 
     def write_each(self, writes: Iterable[Write]) -> Iterator[Written]:
@@ -196,11 +198,14 @@ class Delivery:
             return script("append")(
                 job=keys.job(lease.token),
                 log=keys.log(lease.token),
+                token=lease.token,
                 attempt=lease.attempt,
                 nonce=lease.nonce,
                 first_seq=write.first_seq,
                 count=write.count,
                 entries=entries,
+                channels=node_channel(""),
+                most=MOST_BYTES,
             )
         return script("complete")(
             **keys.ending(lease.token, lease.blocks),
