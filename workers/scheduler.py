@@ -34,6 +34,7 @@ from tasks.ports import (
     StepLogits,
     StepResult,
     Stopped,
+    kept,
 )
 from workers.residence import Residence
 from workers.sessions import Job, Phase, Session
@@ -173,7 +174,8 @@ class Scheduler:
         if batch:
             self._run(batch)
             self._promote()
-            self._telemetry.see(self._engine.kv_usage())
+            if self._report.left or self._report.promoted:
+                self._telemetry.see(self._engine.kv_usage())
         return self.report()
 
     def report(self) -> Tick:
@@ -355,7 +357,7 @@ class Scheduler:
             log.error("engine step of %d members failed: %s", len(members), type(error).__name__)
             if len(members) == 1:
                 return [MemberError(f"The engine failed: {type(error).__name__}.")]
-            return [result for member in members for result in self._step([member])]
+            return [kept(result) for member in members for result in self._step([member])]
 
     def _checked_step(self, members: Sequence[Member]) -> list[StepResult]:
         results = self._engine.step(members)
