@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 
 import redis
 
@@ -101,6 +102,8 @@ class Waiter:
             raise news
         fresh = news.cursor - self._seen
         self.saw(news)
+        if fresh >= len(news.entries):
+            return news
         return View(news.record, news.entries[-fresh:] if fresh > 0 else (), news.cursor)
 
     def deliver(self, news: News) -> None:
@@ -278,9 +281,10 @@ class Waits:
             self._read(self._every())
             self._delay_s = BACKOFF_S[0]
             while not self._stopping.is_set():
-                self._tell()
                 self._read(self._hinted(subscription))
-                self._read(self._due())
+                if time.monotonic() >= self._next_look_s:
+                    self._tell()
+                    self._read(self._due())
         finally:
             subscription.close()
 
@@ -288,15 +292,13 @@ class Waits:
         """Waits for a first hint, then takes what else is there. Waiters whose jobs must be read; entries that came
         with hints are handed over at once."""
         tokens: set[str] = set()
-        for message in subscription.messages(LOOK_S if self._more_due else TURN_S):
-            hint = hint_of(message)
+        messages = subscription.messages(LOOK_S if self._more_due else TURN_S)
+        for hint in map(hint_of, islice(messages, BATCH)):
             if not isinstance(hint, Pushed):
                 tokens.update(hint)
             elif [waiter for waiter in self._of([hint.token]) if not waiter.push(hint)]:
                 tokens.add(hint.token)
-            if len(tokens) >= BATCH:
-                break
-        return self._of(tokens)
+        return self._of(tokens) if tokens else []
 
     def _every(self) -> list[Waiter]:
         with self._lock:
@@ -309,8 +311,6 @@ class Waits:
     def _due(self) -> list[Waiter]:
         """Some of those that heard nothing for long: the rest has its turn next time."""
         now_s = time.monotonic()
-        if now_s < self._next_look_s:
-            return []
         self._next_look_s = now_s + LOOK_S
         due = [waiter for waiter in self._every() if waiter.due_s <= now_s]
         self._more_due = len(due) > LOOKED_AT

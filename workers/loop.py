@@ -19,6 +19,7 @@ from pool.errors import InvalidRequest, QueueFull, Refused
 from pool.rules.admission import Budgets, Decision, Reason, Request, Usage, decide
 from pool.rules.batching import completion_guard, most_chunks
 from tasks.ports import Engine, Event, EventSink, Generation, RunnerCapacity, Stopped
+from workers.bell import Bell
 from workers.residence import PrefixReuse, Residence
 from workers.scheduler import Key, Scheduler, Tick
 from workers.telemetry import Telemetry
@@ -77,7 +78,7 @@ class BatchingLoop:
         residence = Residence(engine, overcommit=budgets.kv_overcommit, reuse=reuse)
         self._scheduler = Scheduler(engine, residence, self.figures, slots=self.effective_limit())
         self._inbox: deque[_Submitted | _Stop | _Unpin] = deque()
-        self._wake = threading.Event()
+        self._wake = Bell()
         self._thread: threading.Thread | None = None
         self._sink: EventSink | None = None
         self._stopping = False
@@ -138,13 +139,8 @@ class BatchingLoop:
                 self._inbox.append(_Submitted(generation, queued))
             else:
                 self.figures.rejected_for(decision.reason)
-        self._ring()
+        self._wake.ring()
         return decision
-
-    def _ring(self) -> None:
-        """Wake the engine's thread. Looking first is much cheaper than setting an event that is set."""
-        if not self._wake.is_set():
-            self._wake.set()
 
     def cancel(self, job: str, attempt: int, *, how: Stopped = "cancelled") -> bool:
         """Stop a job before the next step, without any event; `how` it counts. False: it is not here (any more)."""
@@ -153,13 +149,13 @@ class BatchingLoop:
             if known:
                 self._inbox.append(_Stop((job, attempt), how))
         if known:
-            self._wake.set()
+            self._wake.ring()
         return known
 
     def unpin(self, holder: str) -> None:
         """Nothing needs to be kept for this holder any more."""
         self._inbox.append(_Unpin(holder))
-        self._ring()
+        self._wake.ring()
 
     def capacity(self) -> RunnerCapacity:
         """Effective limit and choices in flight."""
@@ -172,7 +168,7 @@ class BatchingLoop:
     def set_limit(self, limit: int) -> None:
         """Generations in flight at most from now on; running ones finish."""
         self.limit = max(1, limit)
-        self._wake.set()
+        self._wake.ring()
 
     def is_alive(self) -> bool:
         """Whether its thread runs."""
@@ -194,7 +190,7 @@ class BatchingLoop:
     def stop(self) -> list[Generation]:
         """Stop after the current step, free all KV, and return the jobs that had not ended."""
         self._stopping = True
-        self._wake.set()
+        self._wake.ring()
         if self._thread is not None:
             self._thread.join()
         self._read_mail()
