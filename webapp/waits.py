@@ -27,7 +27,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice
 
 import redis
 
@@ -289,15 +288,18 @@ class Waits:
             subscription.close()
 
     def _hinted(self, subscription: Subscription) -> list[Waiter]:
-        """Waits for a first hint, then takes what else is there. Waiters whose jobs must be read; entries that came
-        with hints are handed over at once."""
+        """Waits for a hint. Entries that came with it are handed over at once; else takes what other hints are there,
+        and returns the waiters whose jobs must be read: one round trip for all of them."""
         tokens: set[str] = set()
-        messages = subscription.messages(LOOK_S if self._more_due else TURN_S)
-        for hint in map(hint_of, islice(messages, BATCH)):
+        message = subscription.message(LOOK_S if self._more_due else TURN_S)
+        while message is not None:
+            hint = hint_of(message)
             if not isinstance(hint, Pushed):
                 tokens.update(hint)
             elif [waiter for waiter in self._of([hint.token]) if not waiter.push(hint)]:
                 tokens.add(hint.token)
+            more = 0 < len(tokens) < BATCH and subscription.has_more()
+            message = subscription.message(TURN_S) if more else None
         return self._of(tokens) if tokens else []
 
     def _every(self) -> list[Waiter]:

@@ -10,7 +10,6 @@ FIRST that entries are missing, and reads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -64,15 +63,17 @@ class Subscription:
             self.close()
             raise
 
-    def messages(self, timeout_s: float) -> Iterator[bytes]:
-        """Wait for a message, then give it and whatever else is there."""
+    def message(self, timeout_s: float) -> bytes | None:
+        """The next message, None when there was none in time."""
         try:
-            message = self._connection.read_response(timeout=timeout_s, disconnect_on_error=False)
+            message: bytes = self._connection.read_response(timeout=timeout_s, disconnect_on_error=False)[2]
         except redis.exceptions.TimeoutError:
-            return
-        yield message[2]
-        while self._connection.can_read(0):
-            yield self._connection.read_response()[2]
+            return None
+        return message
+
+    def has_more(self) -> bool:
+        """Whether another message is there."""
+        return bool(self._connection.can_read(0))
 
     def close(self) -> None:
         """End it. The connection cannot serve anybody else: messages may still come."""

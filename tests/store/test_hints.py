@@ -36,8 +36,8 @@ def begun(store: JobStore, rank: Delivery, watch: str) -> Handout:
 def heard(subscription: Subscription) -> list[Pushed | list[str]]:
     """All that is said until it is quiet."""
     hints: list[Pushed | list[str]] = []
-    while more := [hint_of(message) for message in subscription.messages(QUIET_S)]:
-        hints += more
+    while (message := subscription.message(QUIET_S)) is not None:
+        hints.append(hint_of(message))
     return hints
 
 
