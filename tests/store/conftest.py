@@ -14,6 +14,7 @@ from pool.store.scripts import all_scripts
 from pool.store.server import StateServer
 from tests import builders
 from tests.processes import free_port
+from tests.program_site import Site, program_site
 from tests.waiting import wait_until
 
 
@@ -53,6 +54,12 @@ def note_verbs(request: pytest.FixtureRequest, client: Client, verbs_run: set[st
 def store(client: Client) -> JobStore:
     """A job store on the emptied server."""
     return builders.job_store(client)
+
+
+@pytest.fixture
+def site(request: pytest.FixtureRequest, client: Client, redis_url: str) -> Iterator[Site]:
+    """A model's Programs with one rank and one planning process; `program_site.with_settings` says what differs."""
+    yield from program_site(client, redis_url, **getattr(request, "param", {}))
 
 
 @pytest.fixture
