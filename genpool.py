@@ -1,5 +1,5 @@
-"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | queues | dead-letters | check |
-doctor | sweep | config | models | keys`.
+"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | queues | programs |
+dead-letters | check | doctor | sweep | calibrate | config | models | keys`.
 
 Each command checks the settings, then hands over to the layer that does the work. Deliberate errors end as one line on
 stderr and exit code 1, wrong usage as exit code 2.
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -25,19 +25,23 @@ import click
 from pool.errors import GenpoolError
 from pool.store.connection import connect
 from tasks import dead_letters, job_commands, launch
-from tasks.api_keys import ADMIN, LABEL, METRICS, USER, KeyRing, check_exposed, new_key
+from tasks.api_keys import KeyRing, check_exposed
 from tasks.client import Client
 from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings, state_url
 from tasks.config_docs import markdown
 from tasks.doctor import examine, failures
+from tasks.key_commands import keys
 from tasks.own_runtime import require_state_server, state_server_hint
 from tasks.payloads import MAX_SEED, MAX_TOKENS_LIMIT
+from tasks.program_commands import programs
 from tasks.queues import HEAD, Queue, Queues
 from tasks.queues import as_json as queues_as_json
 from tasks.rerun import audit_texts
 from tasks.supervisor import Supervisor
+from tasks.tables import print_table
 from tasks.urls import masked
-from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_weights, known_source, weights_fault
+from workers.engine_commands import calibrate, sweep
+from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_models, known_source, weights_fault
 
 
 class _Group(click.Group):
@@ -88,7 +92,7 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
     check_exposed(host, keyed=KeyRing(settings).required)
     port = launch.claim_port(host, settings.server.port if port is None else port)
     models = launch.enabled_models(settings)
-    _fetch(settings, models)
+    ensure_models(settings, models)
     server = launch.embedded_server(settings)
     if server is None:
         require_state_server(settings)
@@ -121,7 +125,7 @@ def worker(model: str, concurrency: int | None, name: str | None) -> None:
     """Run a Celery worker that serves MODEL. A second one of the same host registers as MODEL@HOST-2 by itself."""
     settings = load_settings()
     launch.require_model(settings, model)
-    _fetch(settings, [model])
+    ensure_models(settings, [model])
     hint = state_server_hint(settings)
     if hint:
         click.echo(f"genpool: {hint}", err=True)  # Celery keeps trying: the server may be on its way
@@ -139,7 +143,7 @@ def generate(prompt: str, **options: Any) -> None:
     """Generate an answer to PROMPT and print it as it comes."""
     settings = load_settings()
     request = job_commands.build_request(settings, prompt, **options)
-    _fetch(settings, [request.model])
+    ensure_models(settings, [request.model])
     with _exit_on_signals():
         job_commands.generate(settings, request, sys.stdout)
 
@@ -236,51 +240,15 @@ def doctor(port: int | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in found], indent=2))
     else:
-        _table(("CHECK", "STATUS", "FOUND"), [(each.check, each.status, masked(each.detail)) for each in found])
+        print_table(("CHECK", "STATUS", "FOUND"), [(each.check, each.status, masked(each.detail)) for each in found])
         for each in found:
             if each.remedy:
                 click.echo(f"{each.check}: {each.remedy}")
     sys.exit(1 if failures(found) else 0)
 
 
-@cli.command()
-@click.argument("model")
-@click.option("--levels", default="1,2,4,8,16", show_default=True, help="Generations at once, one level after another.")
-@click.option("--requests", type=click.IntRange(1, 4096), default=16, show_default=True, help="Requests of each level.")
-@click.option("--prompts", default="1-256", show_default=True, metavar="MIN-MAX", help="Lengths of prompts, in tokens.")
-@click.option("--max-tokens", type=click.IntRange(1, MAX_TOKENS_LIMIT), default=32, show_default=True,
-              help="Tokens of each answer.")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of prompts and draws.")
-@click.option("--kv-tokens", type=click.IntRange(1), help="Positions of KV. Default: enough for all at once.")
-@click.option("--overcommit", type=click.FloatRange(1), default=1.0, show_default=True,
-              help="More than 1, with few --kv-tokens, makes sessions give way to each other.")  # fmt: skip
-@click.option("--prefill-tokens", type=click.IntRange(1), help="Prompt tokens of a tick. Default: the longest prompt.")
-@click.option("--cancels", type=click.IntRange(0), default=0, show_default=True,
-              help="Requests that are cancelled in the middle of their answers.")  # fmt: skip
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw it here, as SVG.")
-def sweep(model: str, json_file: Path | None, plot: Path | None, **options: Any) -> None:
-    """Run the same requests on MODEL at rising concurrency, each level on a fresh engine: what batching gains.
-
-    Half of them are greedy, half draw with seeds. Exit code 1 when a level gave other tokens than the lowest one, which
-    for that runs once more without --kv-tokens, --overcommit, --prefill-tokens and --cancels where they are given.
-    """
-    # Here, because no other command needs engines, which take long to import.
-    from workers.sweep_command import SweepOptions, sweep_model, table  # noqa: PLC0415
-    from workers.sweep_plot import svg  # noqa: PLC0415
-
-    settings = load_settings()
-    launch.require_model(settings, model)
-    weights = _fetch(settings, [model]).get(model)
-    found = sweep_model(model, settings.models[model], weights, SweepOptions(**options))
-    _table(*table(found))
-    click.echo(f"Saturated at {found.saturation_concurrency}.")
-    if json_file is not None:
-        json_file.write_text(found.as_json(), encoding="utf-8")
-    if plot is not None:
-        plot.write_text(svg(found), encoding="utf-8")
-    if not found.corruption_free:
-        raise click.ClickException("The tokens are not the same at every level.")
+cli.add_command(sweep)
+cli.add_command(calibrate)
 
 
 @cli.command()
@@ -313,7 +281,7 @@ def _show_queues(found: list[Queue], as_json: bool) -> None:
     if as_json:
         click.echo(queues_as_json(found))
     else:
-        _table(HEAD, [queue.row() for queue in found])
+        print_table(HEAD, [queue.row() for queue in found])
 
 
 @cli.group("dead-letters")
@@ -344,7 +312,7 @@ def list_dead_letters(model: str | None, as_json: bool) -> None:
         )
         for letter in letters
     ]
-    _table(("MODEL", "JOB", "CODE", "LOSSES", "LAST RANK", "WHEN", "RECORD"), rows)
+    print_table(("MODEL", "JOB", "CODE", "LOSSES", "LAST RANK", "WHEN", "RECORD"), rows)
 
 
 @dead_letters_group.command("retry")
@@ -419,7 +387,7 @@ def list_models() -> None:
                 "yes" if model.enabled else "no",
             )
         )
-    _table(("NAME", "SOURCE", "CACHED", "SIZE", "LICENCE", "ENABLED"), rows)
+    print_table(("NAME", "SOURCE", "CACHED", "SIZE", "LICENCE", "ENABLED"), rows)
 
 
 @models.command()
@@ -429,47 +397,17 @@ def pull(names: tuple[str, ...]) -> None:
     settings = load_settings()
     for name in names:
         launch.require_model(settings, name)
-    for name, path in _fetch(settings, names or launch.enabled_models(settings)).items():
+    for name, path in ensure_models(settings, names or launch.enabled_models(settings)).items():
         click.echo(f"{name}: {path}")
 
 
-@cli.group()
-def keys() -> None:
-    """API keys."""
-
-
-@keys.command("new")
-@click.argument("name")
-@click.option("--admin", "kind", flag_value=ADMIN, help="For what is the operator's, too.")
-@click.option("--metrics", "kind", flag_value=METRICS, help="For /metrics alone: what a scraper needs.")
-def new_api_key(name: str, kind: str | None) -> None:
-    """Make an API key for NAME, to whom its jobs will belong. It is printed once and kept nowhere: what is stored, in
-    server.keys_file, is the line."""
-    key, line = new_key(name, kind or USER)
-    click.echo(f"key   {key}")
-    click.echo(f"{LABEL}  {line}")
-
-
-def _fetch(settings: Settings, names: tuple[str, ...] | list[str]) -> dict[str, Path]:
-    """Make sure that these models' weights are there; files by model (none for weights made in code)."""
-    sources = {name: settings.models[name].source for name in names}
-    return {
-        name: ensure_weights(source, progress=True)
-        for name, source in sources.items()
-        if not source.startswith(RANDOM_PREFIX)
-    }
+cli.add_command(keys)
+cli.add_command(programs)
 
 
 def _client(settings: Settings) -> closing[Client]:
     require_state_server(settings)
     return closing(Client(settings))
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as their widest cell."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 @contextmanager

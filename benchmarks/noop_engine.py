@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tasks.ports import Capability, KVUsage, Member, StepLogits, StepResult, TokenIds
+from tasks.ports import Capability, Kept, KVRefused, KVUsage, Member, SessionKey, StepLogits, StepResult, TokenIds
 from workers.engines.tiny import tiny_vocabulary
 
 
@@ -39,6 +39,7 @@ class NoopEngine:
             prefix_share=False,
             logprobs=False,
             seed=True,
+            offload=False,
         )
 
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
@@ -87,6 +88,34 @@ class NoopEngine:
     def restore(self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = "") -> bool:  # noqa: ARG002 - the port's signature
         """Unsupported."""
         return False
+
+    def kept_for(self, holder: str) -> int:  # noqa: ARG002 - the port's signature
+        """Nothing is."""
+        return 0
+
+    def export(self, holder: str) -> Kept | None:  # noqa: ARG002 - the port's signature
+        """Unsupported."""
+        return None
+
+    def begin_from(
+        self,
+        kept: Kept,  # noqa: ARG002 - the port's signature
+        session: str,  # noqa: ARG002
+        epoch: int,  # noqa: ARG002
+        prompt: TokenIds,  # noqa: ARG002
+        positions: int,  # noqa: ARG002
+        scope: str = "",  # noqa: ARG002
+    ) -> int | None:
+        """Unsupported."""
+        raise KVRefused("this engine takes none")
+
+    def held_by(self, owners: Mapping[str, Sequence[SessionKey]]) -> dict[str, int]:  # noqa: ARG002 - the port's signature
+        """Nobody has anything."""
+        return {}
+
+    def sole(self, sessions: Sequence[SessionKey]) -> int:  # noqa: ARG002 - the port's signature
+        """Nothing is held."""
+        return 0
 
     def close(self) -> None:
         """Nothing to free."""

@@ -149,6 +149,12 @@ class ProgramSettings(Section):
     decode_buffer_tokens: int = Field(
         default=100, ge=0, description="Output tokens reserved for a request that does not say how many it expects."
     )
+    on_pause: Literal["drop", "offload"] = Field(
+        default="drop",
+        description="What becomes of the KV of a Program that is paused: it is given up, or moved to memory or disk "
+        "(`offload_memory_bytes`, `offload_disk_bytes` of its model) and put back where that costs less than "
+        "`prefill_cost_model` says of computing it again.",
+    )
     max_acting_ttl_seconds: float = Field(
         default=10.0,
         ge=0,

@@ -171,6 +171,11 @@ class LimitSettings(Section):
         le=604_800,
         description="A job that has run this long fails. Time in which it waits for another worker does not count.",
     )
+    fail_fast_without_workers: bool = Field(
+        default=False,
+        description="Whether a request for a model that has no worker is answered 503 at once. Else it waits for one, "
+        "up to its queue timeout.",
+    )
     body_bytes: int = Field(default=8 * 2**20, ge=1024, le=2**30, description="Largest request body.")
 
 
@@ -202,6 +207,18 @@ class ModelSettings(Section):
     weight_bytes: int = Field(default=0, ge=0, description="Bytes of the weights in memory; reported, not enforced.")
     kv_budget_bytes: int = Field(
         default=64 * 2**20, gt=0, description="Bytes of KV all sessions of a replica may hold."
+    )
+    offload_memory_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Bytes of memory, beside `kv_budget_bytes`, for KV that Programs keep outside the engine "
+        "(`programs.on_pause`). What is unused longest goes to disk, or is given up. 0: none.",
+    )
+    offload_disk_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="The same on disk: files without names, in the folder `offload` of `state.folder`, which vanish "
+        "with the worker. 0: none.",
     )
     kv_overcommit: float = Field(
         default=1.0,
@@ -257,7 +274,15 @@ class ModelSettings(Section):
     max_prefill_tokens_per_tick: int = Field(
         default=512,
         ge=1,
-        description="Prompt tokens prefilled between two decode steps; at least one chunk always runs.",
+        description="Prompt tokens prefilled between two decode steps at most; at least one chunk always runs.",
+    )
+    target_step_seconds: float = Field(
+        default=0.25,
+        ge=0,
+        le=60,
+        description="Beside generations in mid-stream a step takes on as many prompt tokens as fit this time, or four "
+        "times that of a step without any, by what the last ones took. Less: shorter gaps between tokens, and first "
+        "tokens come later. 0: always `max_prefill_tokens_per_tick`.",
     )
 
     @model_validator(mode="after")

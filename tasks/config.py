@@ -70,6 +70,8 @@ SHIPPED_MODELS: Mapping[str, Mapping[str, Any]] = {
         "kept_prefixes": 4,
         "weight_bytes": 91_726_912,
         "kv_budget_bytes": 2**30,
+        # A burst of short prompts in one step; beside others it is the time that bounds.
+        "max_prefill_tokens_per_tick": 2048,
     },
 }
 
@@ -144,7 +146,7 @@ def origins(path: Path | None = None) -> list[Effective]:
 def load_configuration(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Configuration:
     """Settings and origins from `path` and `environ` (None: the process's own)."""
     environ = os.environ if environ is None else environ
-    file = _config_file(path, environ)
+    file = _existing_file(path, environ)
     values: dict[FieldPath, tuple[Any, str]] = {
         ("models", name, field): (value, "default")
         for name, fields in SHIPPED_MODELS.items()
@@ -160,6 +162,7 @@ def load_configuration(path: Path | None = None, environ: Mapping[str, str] | No
         problems = [_explain(detail, found) for detail in error.errors(include_url=False)]
         raise ConfigurationError("; ".join(problems), param=dotted(_location(error.errors()[0]))) from None
     _require_models(settings, found)
+    _require_room(settings, found)
     return Configuration(settings, {_todays(path): origin for path, origin in found.items()})
 
 
@@ -176,6 +179,11 @@ def state_folder(settings: Settings) -> Path:
     if settings.state.folder:
         return Path(settings.state.folder).expanduser().absolute()
     return _xdg("XDG_STATE_HOME", ".local/state") / "genpool"
+
+
+def offload_folder(settings: Settings) -> Path:
+    """The folder of KV that workers of this machine keep on disk; it may not exist yet."""
+    return state_folder(settings) / "offload"
 
 
 def model_cache() -> Path:
@@ -207,11 +215,16 @@ def _xdg(variable: str, fallback: str) -> Path:
 # --- the configuration file
 
 
-def _config_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
-    if path is None and environ.get(CONFIG_VARIABLE):
-        path = Path(environ[CONFIG_VARIABLE])
-    if path is None:
-        return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
+def config_file(environ: Mapping[str, str] | None = None) -> Path:
+    """The configuration file that is read; it may not exist."""
+    named = (os.environ if environ is None else environ).get(CONFIG_VARIABLE)
+    return Path(named) if named else DEFAULT_FILE
+
+
+def _existing_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
+    if path is None and not environ.get(CONFIG_VARIABLE) and not DEFAULT_FILE.is_file():
+        return None
+    path = path or config_file(environ)
     if not path.is_file():
         raise ConfigurationError(f"The configuration file {path} does not exist.", param=CONFIG_VARIABLE)
     return path
@@ -403,6 +416,19 @@ def _require_models(settings: Settings, found: Mapping[FieldPath, str]) -> None:
             raise ConfigurationError(
                 f"{dotted(path)} (from {where}): no model has this name.{near}", param=dotted(path)
             )
+
+
+def _require_room(settings: Settings, found: Mapping[FieldPath, str]) -> None:
+    """Raise ConfigurationError for offloading where no model has room for it: it would never happen."""
+    models = settings.models.values()
+    if settings.programs.on_pause == "offload" and not any(
+        m.offload_memory_bytes or m.offload_disk_bytes for m in models
+    ):
+        raise ConfigurationError(
+            f"programs.on_pause (from {found['programs', 'on_pause']}): offload needs offload_memory_bytes or "
+            "offload_disk_bytes of a model.",
+            param="programs.on_pause",
+        )
 
 
 def _todays(path: FieldPath) -> FieldPath:

@@ -11,7 +11,7 @@ from pathlib import Path
 from pool.settings import ModelSettings
 
 #: What a worker of a model takes, by the names of its settings.
-FIELDS = ("kv_budget_bytes", "weight_bytes", "scratch_budget_bytes")
+FIELDS = ("kv_budget_bytes", "weight_bytes", "scratch_budget_bytes", "offload_memory_bytes")
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 

@@ -12,7 +12,7 @@ made for each job or token are not frozen: making a frozen one costs three times
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -25,6 +25,8 @@ from tasks.vocabulary import Vocabulary
 
 TokenIds = npt.NDArray[np.int32]
 Logits = npt.NDArray[np.float32]
+#: A session's id and its epoch.
+SessionKey = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Capability:
     prefix_share: bool
     logprobs: bool
     seed: bool
+    offload: bool
 
 
 @dataclass(slots=True)
@@ -92,6 +95,19 @@ class KVUsage:
     pinned: int
     cached: int
     evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an engine kept for a holder: the KV of all of `tokens` (T,), as bytes. It is good in `scope` alone."""
+
+    scope: str
+    tokens: TokenIds
+    blob: bytes
+
+
+class KVRefused(ValueError):
+    """Bytes that an engine cannot take for KV. The message says why, and shows nothing of them."""
 
 
 class Engine(Protocol):
@@ -164,10 +180,37 @@ class Engine(Protocol):
         """The session's KV as bytes, or None where unsupported or missing."""
         ...
 
-    def restore(self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = "") -> bool:
-        """Begin a session with a snapshot of it, with room for `positions`; it holds what it held then. False:
-        unsupported, damaged, of another fingerprint or prompt, or no room now; nothing has happened. Raises ValueError
-        for a session that has begun."""
+    def restore(
+        self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = ""
+    ) -> bool | None:
+        """Begin a session with a snapshot of it, with room for `positions`; it holds what it held then. None: there is
+        no room now. False: unsupported, damaged, of another fingerprint or prompt, so that it can never be restored.
+        Then the session has not begun. Raises ValueError for a session that has begun."""
+        ...
+
+    def kept_for(self, holder: str) -> int:
+        """How many positions are kept for the holder."""
+        ...
+
+    def export(self, holder: str) -> Kept | None:
+        """What is kept for the holder, as bytes. It stays as it is until `unpin`. None: nothing is, or unsupported."""
+        ...
+
+    def begin_from(
+        self, kept: Kept, session: str, epoch: int, prompt: TokenIds, positions: int, scope: str = ""
+    ) -> int | None:
+        """`begin`, with what `kept` holds of the prompt where that is more than is held already. None: there is no room
+        now. Raises KVRefused where `kept` is unsupported, damaged, of another fingerprint or scope. Then the session
+        has not begun."""
+        ...
+
+    def held_by(self, owners: Mapping[str, Sequence[SessionKey]]) -> dict[str, int]:
+        """Positions that each owner has, as `KVUsage.held` counts them: those of the sessions named for it, and what is
+        kept for it as a holder. What several have counts for the first of them. Owners that have none are left out."""
+        ...
+
+    def sole(self, sessions: Sequence[SessionKey]) -> int:
+        """Positions that nobody holds but these sessions: what releasing all of them gives to others."""
         ...
 
     def kv_usage(self) -> KVUsage: ...
@@ -227,13 +270,16 @@ class ChoiceOutput:
 
 @dataclass(slots=True)
 class Finished:
-    """All choices of the job ended by themselves. Token counts are whole-job totals, replayed tokens included."""
+    """All choices of the job ended by themselves. Token counts are whole-job totals, replayed tokens included.
+    `cached_tokens`: of its prompt when it began, None where it never had to; `decode_s`: from its first token to its
+    last, None where an earlier attempt had drawn some of them."""
 
     job: str
     attempt: int
     outputs: tuple[ChoiceOutput, ...]
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None
+    decode_s: float | None = None
 
 
 @dataclass(slots=True)

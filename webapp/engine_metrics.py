@@ -33,6 +33,8 @@ GAUGES = {
     "kv_total_bytes": "Bytes of KV that sessions or holders have, each once.",
     "kv_pinned_bytes": "The part of them that is kept for holders.",
     "kv_cached_bytes": "Bytes of KV that later sessions may begin with, given up when room is needed.",
+    "kv_offloaded_memory_bytes": "Bytes of KV outside the engine, in memory.",
+    "kv_offloaded_disk_bytes": "Bytes of KV outside the engine, on disk.",
     "kv_budget_bytes": "Bytes of KV the engine holds in all.",
     "kv_pressure": "Part of the KV budget that sessions or holders have.",
     "scratch_used_bytes": "Bytes of working memory counted for the active sessions.",
@@ -53,6 +55,12 @@ COUNTERS = {
     "preempted_total": "Times a session gave its room to others.",
     "cache_misses_total": "Times a session's KV was gone and was computed again.",
     "kv_evictions_total": "Units of KV given up for room.",
+    "kv_offloads_total": "Times KV left the engine for memory or disk.",
+    "kv_offload_failures_total": "Times it was to leave, and could not.",
+    "kv_offloads_dropped_total": "Times it was given up outside the engine, for others or for its age.",
+    "kv_restores_total": "Times it came back.",
+    "kv_restored_tokens_total": "Prompt tokens that did not have to be computed for that.",
+    "kv_restore_failures_total": "Times it could not come back, and its prompt was computed again.",
     "ticks": "Steps of the engine.",
 }
 HISTOGRAMS = {

@@ -1,8 +1,8 @@
 """The batching loop: many generations, one engine step after another.
 
-One thread owns the engine, through the scheduler. Others talk to it through a mailbox (submit, cancel) and a sink
-(events); no lock is held over an engine step, and nothing here knows Redis, Celery or HTTP. Tests drive `tick` from
-their own thread.
+One thread owns the engine, through the scheduler. Others talk to it through a mailbox (submit, cancel, hints) and a
+sink (events), and read what it has published; no lock is held over an engine step, and nothing here knows Redis, Celery
+or HTTP. Tests drive `tick` from their own thread.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pool.errors import InvalidRequest, QueueFull, Refused
+from pool.program_settings import PrefillCostModel
 from pool.rules.admission import Budgets, Decision, Reason, Request, Usage, decide
 from pool.rules.batching import completion_guard, most_chunks
+from pool.rules.programs.ttl import prefill_seconds
 from tasks.ports import Engine, Event, EventSink, Generation, RunnerCapacity, Stopped
+from workers.hints import EXPIRES_S, Hint, HintAction, HintAnswer, HintDesk, HintResult
+from workers.holders import Holdings, PrefillSeconds
+from workers.offload import OffloadBudget, OffloadStore
 from workers.residence import PrefixReuse, Residence
 from workers.scheduler import Key, Scheduler, Tick
 from workers.telemetry import Telemetry
@@ -29,6 +35,9 @@ IDLE_WAIT_S = 0.5
 CONGESTED_WAIT_S = 0.005
 #: Ended jobs that are remembered, so that none of them runs again under the same attempt.
 REMEMBERED = 4096
+NO_OFFLOAD = OffloadBudget()
+#: What a prompt costs where nobody has measured it.
+REFERENCE_PREFILL = partial(prefill_seconds, PrefillCostModel())
 #: A refusal's error code, where it is the request's fault.
 _CODES = {
     Reason.INVALID: "invalid_request",
@@ -50,12 +59,17 @@ class _Stop:
 
 
 @dataclass(slots=True)
-class _Unpin:
+class _Drop:
     holder: str
 
 
 class BatchingLoop:
-    """A Runner over an in-process engine. `limit`: generations in flight at most (more wait inside, in order)."""
+    """A Runner over an in-process engine. `limit`: generations in flight at most (more wait inside, in order);
+    `target_step_s`: seconds that a step with prefill should take beside generations that decode, 0: no matter.
+
+    `offload`: room for KV that is moved out of the engine, if its kind can be. It is put back where that takes less
+    time than `prefill_seconds` says of computing its prompt again.
+    """
 
     def __init__(
         self,
@@ -64,7 +78,10 @@ class BatchingLoop:
         limit: int,
         *,
         reuse: PrefixReuse = "exact",
+        target_step_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        offload: OffloadBudget = NO_OFFLOAD,
+        prefill_seconds: PrefillSeconds = REFERENCE_PREFILL,
     ) -> None:
         self.engine = engine
         self.budgets = budgets
@@ -74,10 +91,27 @@ class BatchingLoop:
         can = engine.capability()
         self._kv_positions = min(usage.total, can.max_positions)
         self._most = min(can.max_sessions, budgets.active_cap)
-        residence = Residence(engine, overcommit=budgets.kv_overcommit, reuse=reuse)
-        self._scheduler = Scheduler(engine, residence, self.figures, slots=self.effective_limit())
-        self._inbox: deque[_Submitted | _Stop | _Unpin] = deque()
         self._wake = threading.Event()
+        self._keeps = can.prefix_share and reuse != "off"
+        self._offloads = self._keeps and can.offload and bool(offload)
+        residence = Residence(
+            engine,
+            self.figures,
+            overcommit=budgets.kv_overcommit,
+            reuse=reuse,
+            store=OffloadStore(offload, clock=clock, wake=self._ring) if self._offloads else None,
+            prefill_seconds=prefill_seconds,
+        )
+        self._scheduler = Scheduler(
+            engine, residence, self.figures, slots=self.effective_limit(), target_step_s=target_step_s
+        )
+        #: Prompt tokens that a tick prefills in any case, as far as there are so many.
+        self._least_prefill = 1 if target_step_s else budgets.max_prefill_tokens_per_tick
+        self._inbox: deque[_Submitted | _Stop | _Drop | Hint] = deque()
+        self._desk = HintDesk()
+        #: Hints that have been read and not carried out yet, in order.
+        self._hints: list[Hint] = []
+        self._holdings = Holdings()
         self._thread: threading.Thread | None = None
         self._sink: EventSink | None = None
         self._stopping = False
@@ -156,10 +190,45 @@ class BatchingLoop:
             self._wake.set()
         return known
 
-    def unpin(self, holder: str) -> None:
-        """Nothing needs to be kept for this holder any more."""
-        self._inbox.append(_Unpin(holder))
+    def holdings(self) -> dict[str, int]:
+        """Resident tokens by holder, as of the last turn: the positions of KV that its live sessions have, room they
+        were given and have not filled included, and that are kept for it. Each counts once, for the holder that was
+        here first; 0 where a holder shares all it has. What sessions without a holder have, and what is only cached,
+        is left out. Where KV is in sequences of one size (llama.cpp), whole sequences count."""
+        return dict(self._holdings.tokens)
+
+    def offloaded(self) -> frozenset[str]:
+        """Holders of whom there is KV outside the engine, as of the last turn."""
+        return self._holdings.offloaded
+
+    def resident_tokens(self) -> int:
+        """All positions of KV that sessions or holders have, as of the last turn: those of `holdings`, and of sessions
+        without a holder."""
+        return self.figures.usage.held
+
+    def drop_holder(self, holder: str) -> None:
+        """Nothing needs to be kept for this holder any more, in the engine or outside. Its live sessions go on."""
+        self._inbox.append(_Drop(holder))
         self._ring()
+
+    def hint(self, holder: str, action: HintAction, *, expires_s: float = EXPIRES_S) -> HintAnswer:
+        """What is to become of the KV that is kept for a holder: `retain` it, as the last to be given up; `offload` it
+        out of the engine; or `drop` it. How an accepted hint ends is told by `hint_results`; it has freed nothing
+        until then, and expires when it could not be carried out for so long."""
+        if not self._keeps or (action == "offload" and not self._offloads):
+            return HintAnswer.UNSUPPORTED
+        known = self._holdings
+        if holder not in known.tokens and (action == "offload" or holder not in known.offloaded):
+            return HintAnswer.REJECTED
+        if self._stopping or not self._desk.accept(holder):
+            return HintAnswer.REJECTED
+        self._inbox.append(Hint(holder, action, self.figures.clock() + expires_s))
+        self._ring()
+        return HintAnswer.ACCEPTED
+
+    def hint_results(self) -> list[HintResult]:
+        """How accepted hints have ended since the last call, in order."""
+        return self._desk.results()
 
     def capacity(self) -> RunnerCapacity:
         """Effective limit and choices in flight."""
@@ -201,9 +270,13 @@ class BatchingLoop:
         left = self._scheduler.generations()
         for generation in left:
             self._scheduler.stop((generation.job, generation.attempt), None)
-        self._scheduler.unpin_all()
+        for hint in self._hints:
+            self._desk.close(hint.expired())
+        self._hints.clear()
+        self._scheduler.close()
         self._account(self._scheduler.report())
         self.figures.see(self.engine.kv_usage())
+        self._publish()
         return left
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
@@ -227,8 +300,11 @@ class BatchingLoop:
         """One turn: read the mail, then whatever the scheduler does."""
         self._read_mail()
         self._scheduler.set_slots(self.effective_limit())
+        if self._hints:
+            self._hints = [hint for hint in self._hints if not self._carried_out(hint)]
         report = self._scheduler.tick()
         self._account(report)
+        self._publish()
         self._ahead = self._scheduler.waiting
         self._unchecked = self._unchecked or report.did_work
         return report
@@ -240,8 +316,30 @@ class BatchingLoop:
                 self._scheduler.submit(item.generation, queued=item.queued)
             elif isinstance(item, _Stop):
                 self._scheduler.stop(item.key, item.how)
+            elif isinstance(item, Hint):
+                self._hints.append(item)
             else:
-                self._scheduler.unpin(item.holder)
+                self._scheduler.drop_holder(item.holder)
+
+    def _carried_out(self, hint: Hint) -> bool:
+        """Whether the hint has ended, well or not."""
+        if self.figures.clock() > hint.expires_s:
+            self._scheduler.abandon(hint)
+            result: HintResult | None = hint.expired()
+        else:
+            result = self._scheduler.apply(hint)
+        if result is not None:
+            # Who learns of it sees its effect.
+            self.figures.see(self.engine.kv_usage())
+            self._publish()
+            self._desk.close(result)
+        return result is not None
+
+    def _publish(self) -> None:
+        """Let others see who has what."""
+        news = self._scheduler.holdings()
+        if news is not None:
+            self._holdings = news
 
     def _account(self, report: Tick) -> None:
         """Let admission see what has left."""
@@ -277,7 +375,7 @@ class BatchingLoop:
         live = self._scheduler.live()
         new_tokens = sum(session.generation.max_tokens for session in live)
         prompts = [session.prompt_tokens for session in live]
-        chunks = most_chunks(prompts, self.budgets.max_prefill_tokens_per_tick, self.engine.prefill_grid)
+        chunks = most_chunks(prompts, self._least_prefill, self.engine.prefill_grid)
         guard = completion_guard(new_tokens + chunks, self._scheduler.active, len(live) - self._scheduler.active)
         events: list[Event] = []
         for _ in range(guard):

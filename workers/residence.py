@@ -1,4 +1,5 @@
-"""The KV of a loop's sessions in its engine: beginning, growing, saving and leaving, as the settings allow.
+"""The KV of a loop's sessions in its engine: beginning, growing, saving and leaving, as the settings allow. What is
+kept for holders is `workers/holders.py`'s.
 
 What others may find of a session after its end: under `exact` only what gives the same bits as computing it, which is
 what was prefilled, or everything where the engine recomputes exactly.
@@ -12,7 +13,10 @@ from typing import Literal
 from pool.errors import ConfigurationError
 from pool.rules.batching import first_room, is_resident
 from tasks.ports import Engine
+from workers.holders import Holders, PrefillSeconds
+from workers.offload import OffloadStore
 from workers.sessions import Session
+from workers.telemetry import Telemetry
 
 log = logging.getLogger("genpool.loop")
 
@@ -20,9 +24,19 @@ PrefixReuse = Literal["exact", "all", "off"]
 
 
 class Residence:
-    """Called in the engine's thread. `overcommit`: see `pool.rules.batching.first_room`."""
+    """Called in the engine's thread. `overcommit`: see `pool.rules.batching.first_room`; `store`: for what leaves the
+    engine, if anything may; `prefill_seconds`: what it costs to compute so many tokens again."""
 
-    def __init__(self, engine: Engine, *, overcommit: float, reuse: PrefixReuse) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        telemetry: Telemetry,
+        *,
+        overcommit: float,
+        reuse: PrefixReuse,
+        store: OffloadStore | None = None,
+        prefill_seconds: PrefillSeconds,
+    ) -> None:
         can = engine.capability()
         if overcommit > 1 and not (can.snapshot or can.recompute_exact):
             raise ConfigurationError(
@@ -30,14 +44,14 @@ class Residence:
                 param="kv_overcommit",
             )
         self._engine = engine
+        self._telemetry = telemetry
         self._overcommit = overcommit
         self._reuse = reuse
         self._can = can
         self._keeps_output = reuse == "all" or (reuse == "exact" and can.recompute_exact)
         #: Whether sessions that begin with the same prompt share it.
         self.shares = can.prefix_share and reuse != "off"
-        #: Holders whose KV outlives sessions, the longest unused first.
-        self._holders: dict[str, None] = {}
+        self.holders = Holders(engine, telemetry, keeps=reuse != "off", store=store, prefill_seconds=prefill_seconds)
 
     @property
     def can_preempt(self) -> bool:
@@ -52,21 +66,33 @@ class Residence:
     def enter(self, session: Session) -> bool:
         """Begin a session, or restore one that was saved. False: there is no room now, and nothing has happened."""
         if session.saved is not None:
-            return self._restore(session, session.saved)
+            restored = self._restore(session, session.saved)
+            if restored is not False:
+                return bool(restored)
+            log.warning("a saved session cannot be restored; its tokens are fed again")
+            self._telemetry.cache_misses += 1
+            self.forget(session)
         room = self.wanted(session)
-        held = self._engine.begin(session.id, session.attempt, session.feed, room, self._scope(session))
+        held = self.holders.begin(session, room, self._scope(session))
         if held is None:
             return False
         session.held, session.room = held, room
+        self.holders.entered(session)
         return True
 
-    def _restore(self, session: Session, saved: bytes) -> bool:
+    def _restore(self, session: Session, saved: bytes) -> bool | None:
+        """See `Engine.restore`."""
         room = self.wanted(session)
         feed, scope = session.feed, self._scope(session)
-        if not self._engine.restore(session.id, session.attempt, saved, feed, room, scope):
-            return False
-        session.saved, session.room = None, room
-        return True
+        restored = self._engine.restore(session.id, session.attempt, saved, feed, room, scope)
+        if restored:
+            session.saved, session.room = None, room
+            self.holders.entered(session)
+        return restored
+
+    def is_loading(self, session: Session) -> bool:
+        """Whether it waits for what is being read from disk."""
+        return session.saved is None and self.holders.is_loading(session, self._scope(session))
 
     def grow(self, session: Session) -> bool:
         """Room for one more position. False: there is none now."""
@@ -75,15 +101,12 @@ class Residence:
         if not self._engine.extend(session.id, session.attempt, session.held + 1):
             return False
         session.room = session.held + 1
+        self.holders.grew(session)
         return True
 
     def leave(self, session: Session, *, sound: bool = True) -> None:
         """The session has ended. `sound`: what it holds may be found by others, as far as the settings allow."""
-        holder = session.generation.holder if sound and self._reuse != "off" else ""
-        if holder:
-            self._holders.pop(holder, None)
-            self._holders[holder] = None
-        self._release(session, keep=sound, holder=holder)
+        self._release(session, keep=sound, holder=self.holders.keep(session) if sound else "")
 
     def save(self, session: Session) -> None:
         """Take a live session out. It comes back by `enter`: with its KV where the engine can save it, else by feeding
@@ -101,6 +124,7 @@ class Residence:
             self._engine.release(session.id, session.attempt, tokens=tokens, holder=holder)
         except Exception as error:  # noqa: BLE001 - the session leaves all the same; an idle moment checks the books
             log.error("releasing a session's KV failed: %s", type(error).__name__)
+        self.holders.left(session)
 
     def forget(self, session: Session) -> None:
         """Its KV is gone: it begins anew, and everything is fed again."""
@@ -120,19 +144,6 @@ class Residence:
         if session.saved is not None or not self.shares:
             return False
         return is_resident(self._engine.resident(session.feed, self._scope(session)), len(session.feed))
-
-    def make_way(self) -> bool:
-        """Give up what is kept for the holder that has not used it for longest. False: nothing is kept."""
-        holder = next(iter(self._holders), None)
-        if holder is None:
-            return False
-        self.unpin(holder)
-        return True
-
-    def unpin(self, holder: str) -> None:
-        """Nothing is kept for the holder any more."""
-        self._holders.pop(holder, None)
-        self._engine.unpin(holder)
 
     def _scope(self, session: Session) -> str:
         """Nothing is shared between scopes."""

@@ -35,8 +35,11 @@ from tasks.ports import (
     StepResult,
     Stopped,
 )
+from workers.hints import Hint, HintResult
+from workers.holders import Holdings
 from workers.residence import Residence
 from workers.sessions import Job, Phase, Session
+from workers.stepping import Stepping
 from workers.telemetry import Telemetry
 
 log = logging.getLogger("genpool.loop")
@@ -74,14 +77,19 @@ class Tick:
 
 
 class Scheduler:
-    """`slots`: sessions that may be active at once; it may change between ticks."""
+    """`slots`: sessions that may be active at once; it may change between ticks. `target_step_s`: seconds that a step
+    with prefill should take beside sessions that decode; 0: no matter."""
 
-    def __init__(self, engine: Engine, residence: Residence, telemetry: Telemetry, *, slots: int) -> None:
+    def __init__(
+        self, engine: Engine, residence: Residence, telemetry: Telemetry, *, slots: int, target_step_s: float = 0.0
+    ) -> None:
         self._engine = engine
         self._residence = residence
+        self._holders = residence.holders
         self._telemetry = telemetry
         self._budgets = telemetry.budgets
         self._slots = slots
+        self._stepping = Stepping(engine, telemetry, target_step_s)
         self._eos_ids = frozenset(engine.vocabulary.eos_ids)
         self._fingerprint = engine.fingerprint()
         self._jobs: dict[Key, Job] = {}
@@ -153,18 +161,38 @@ class Scheduler:
             self._telemetry.cancelled_sessions += stopped * (how == "cancelled")
             self._telemetry.failed_sessions += stopped * (how == "failed")
 
-    def unpin(self, holder: str) -> None:
+    def drop_holder(self, holder: str) -> None:
         """Nothing is kept for this holder any more."""
-        self._residence.unpin(holder)
+        self._holders.drop(holder)
         self._stirred = True
 
-    def unpin_all(self) -> None:
-        """Nothing is kept for any holder any more."""
-        while self._residence.make_way():
-            pass
+    def apply(self, hint: Hint) -> HintResult | None:
+        """Do as a hint says, or say why not. None: not yet."""
+        if hint.action != "retain" and any(session.generation.holder == hint.holder for session in self.live()):
+            self._holders.abandon(hint)
+            return hint.failed("a request of it is here")
+        self._stirred = True
+        try:
+            return self._holders.apply(hint)
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises must not end the loop
+            self._holders.abandon(hint)
+            return hint.failed(f"the engine failed: {type(error).__name__}")
+
+    def abandon(self, hint: Hint) -> None:
+        """The hint has expired."""
+        self._holders.abandon(hint)
+
+    def holdings(self) -> Holdings | None:
+        """Who has what of the KV. None: as the last time."""
+        return self._holders.news(self._telemetry.usage)
+
+    def close(self) -> None:
+        """Nothing is kept for anybody any more, anywhere."""
+        self._holders.close()
 
     def tick(self) -> Tick:
         """One turn; what it did."""
+        self._stirred = self._holders.poll() or self._stirred
         for session in list(self._replayed):
             self._end(session)
         self._promote()
@@ -188,6 +216,7 @@ class Scheduler:
         usage = self._engine.kv_usage()
         if not self.active and usage.held != usage.pinned:
             raise IntegrityError(f"{usage.held - usage.pinned} positions of KV are held by no session")
+        self._holders.check_integrity(usage, (*self._prefilling, *self._decoding))
         if self._engine.fingerprint() != self._fingerprint:
             raise IntegrityError("the engine's fingerprint has changed")
 
@@ -212,7 +241,7 @@ class Scheduler:
         if session.phase is not Phase.WAITING or self._waits_for_leader(session):
             return False
         try:
-            entered = self._residence.enter(session)
+            entered = not self._residence.is_loading(session) and self._residence.enter(session)
         except Exception as error:  # noqa: BLE001 - whatever an engine raises must not end the loop
             # It may have begun all the same.
             self._residence.leave(session, sound=False)
@@ -250,7 +279,7 @@ class Scheduler:
         """The first in the queue does not fit. Whether that has changed anything."""
         if head.phase is Phase.DONE:
             return True
-        if self._waits_for_leader(head):
+        if self._waits_for_leader(head) or self._residence.is_loading(head):
             return False
         exported = self._exported_for(head)
         if exported is not None:
@@ -259,7 +288,7 @@ class Scheduler:
         if self.active:
             return False
         # Nobody will make room by ending: whatever it takes, the first one runs.
-        if not self._residence.make_way():
+        if not self._holders.make_way():
             self._give_up_on(head)
         return True
 
@@ -268,15 +297,17 @@ class Scheduler:
         if not outside or not self._residence.can_preempt:
             return None
         usage = self._engine.kv_usage()
-        arrival = exported_for(
-            head.arrival,
-            {arrival: session.room - session.cached for arrival, session in outside.items()},
-            lacking=self._residence.wanted(head) - (usage.total - usage.held),
-        )
+
+        def freed(arrivals: Sequence[int]) -> int:
+            """What they share with sessions that stay is not freed."""
+            return self._engine.sole([(outside[each].id, outside[each].attempt) for each in arrivals])
+
+        lacking = self._residence.wanted(head) - (usage.total - usage.held)
+        arrival = exported_for(head.arrival, outside, lacking=lacking, freed=freed)
         return None if arrival is None else outside[arrival]
 
     def _give_up_on(self, head: Session) -> None:
-        """A session that finds no room though all is free: what was saved of it cannot be restored, or it is too
+        """A session that finds no room though all is free: it came to need more than when it was saved, or it is too
         large after all."""
         if head.saved is None:
             self._fail(head, "The engine has no room for its KV.")
@@ -297,7 +328,7 @@ class Scheduler:
         self._report.decoded += [session.id for session in now]
         stops = prefill_stops(
             [Prefill(session.held, len(session.feed)) for session in self._prefilling],
-            budget_tokens=self._budgets.max_prefill_tokens_per_tick,
+            budget_tokens=self._stepping.prefill_budget(len(now), settled=self._is_settled()),
             grid=self._engine.prefill_grid,
         )
         for session, stop in zip(self._prefilling, stops, strict=True):
@@ -306,13 +337,17 @@ class Scheduler:
                 self._report.prefilled.append(session.id)
         return batch
 
+    def _is_settled(self) -> bool:
+        """Whether anybody who decodes has had more than a first token."""
+        return any(len(session.output) > 1 for session in self._decoding)
+
     def _secure(self, session: Session) -> None:
         """Make sure of room for the session's next position, at the youngest's cost if it must be."""
         while session.phase is Phase.DECODING and not self._grow(session):
             if self.active > 1:
                 active = {each.arrival: each for each in (*self._prefilling, *self._decoding)}
                 self._preempt(active[gives_way(active)])
-            elif not self._residence.make_way():
+            elif not self._holders.make_way():
                 # All is its own now, and still it cannot grow: the engine does not hold it any more.
                 self._miss(session)
 
@@ -338,30 +373,12 @@ class Scheduler:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def _run(self, batch: list[tuple[Session, Member]]) -> None:
-        began_s = self._telemetry.clock()
-        results = self._step([member for _, member in batch])
-        now_s = self._telemetry.clock()
-        self._telemetry.stepped(now_s - began_s)
+        rows = sum(session.phase is Phase.DECODING for session, _ in batch)
+        results, now_s = self._stepping.run([member for _, member in batch], rows)
         for (session, member), result in zip(batch, results, strict=True):
             # A sibling's failure in this very step may have ended the whole job.
             if session.phase is not Phase.DONE:
                 self._settle(session, member, result, now_s)
-
-    def _step(self, members: Sequence[Member]) -> list[StepResult]:
-        """Run the batch; when it raises, run its members alone, so that only the culprit fails."""
-        try:
-            return self._checked_step(members)
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises must not end the loop
-            log.error("engine step of %d members failed: %s", len(members), type(error).__name__)
-            if len(members) == 1:
-                return [MemberError(f"The engine failed: {type(error).__name__}.")]
-            return [result for member in members for result in self._step([member])]
-
-    def _checked_step(self, members: Sequence[Member]) -> list[StepResult]:
-        results = self._engine.step(members)
-        if len(results) != len(members):
-            raise RuntimeError(f"the engine answered {len(results)} results for {len(members)} members")
-        return results
 
     # -- its results -------------------------------------------------------------------------------------------------
 
@@ -414,7 +431,9 @@ class Scheduler:
         self._report.events.append(drawn)
         if session.phase is Phase.DECODING:
             self._telemetry.decoded(now_s)
-        if session.last_token_s is not None:
+        if session.last_token_s is None:
+            session.first_token_s = now_s
+        else:
             self._telemetry.gap(now_s - session.last_token_s)
         session.last_token_s = now_s
         return True

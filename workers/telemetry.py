@@ -13,6 +13,7 @@ from typing import Any
 
 from pool.rules.admission import Budgets, Reason
 from tasks.ports import KVUsage
+from workers.offload import OffloadStore
 
 RATE_WINDOW_S = 10
 #: Upper bounds of the histograms' buckets; one without bound follows.
@@ -89,6 +90,15 @@ class Telemetry:
     preempted: int = 0
     cache_misses: int = 0
     held_positions_max: int = 0
+    offloads: int = 0
+    offload_failures: int = 0
+    restores: int = 0
+    restored_tokens: int = 0
+    restore_failures: int = 0
+    offloaded_memory_bytes: int = 0
+    offloaded_disk_bytes: int = 0
+    offloads_dropped: int = 0
+    offloads_unreadable: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -141,6 +151,11 @@ class Telemetry:
         self.usage = usage
         self.held_positions_max = max(self.held_positions_max, usage.held)
 
+    def see_offloaded(self, store: OffloadStore) -> None:
+        """What is outside the engine now."""
+        self.offloaded_memory_bytes, self.offloaded_disk_bytes = store.memory_bytes, store.disk_bytes
+        self.offloads_dropped, self.offloads_unreadable = store.dropped, store.unreadable
+
     def data(self, *, active: int, waiting: int) -> dict[str, Any]:
         """All of it, JSON-safe; ratios and rates to 4 places."""
         budgets, usage, now_s = self.budgets, self.usage, self.clock()
@@ -160,6 +175,14 @@ class Telemetry:
             "kv_budget_bytes": usage.total * self.bytes_per_token,
             "kv_pressure": _ratio(usage.held, usage.total),
             "kv_evictions_total": usage.evictions,
+            "kv_offloaded_memory_bytes": self.offloaded_memory_bytes,
+            "kv_offloaded_disk_bytes": self.offloaded_disk_bytes,
+            "kv_offloads_total": self.offloads,
+            "kv_offload_failures_total": self.offload_failures,
+            "kv_offloads_dropped_total": self.offloads_dropped,
+            "kv_restores_total": self.restores,
+            "kv_restored_tokens_total": self.restored_tokens,
+            "kv_restore_failures_total": self.restore_failures + self.offloads_unreadable,
             "scratch_used_bytes": scratch,
             "scratch_budget_bytes": budgets.scratch_budget_bytes,
             "scratch_pressure": _ratio(scratch, budgets.scratch_budget_bytes),

@@ -6,7 +6,7 @@ Pure: the loop in `workers` shows its sessions, gets a plan, runs it. Units are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -119,15 +119,18 @@ def gives_way(arrivals: Iterable[int]) -> int:
     return max(arrivals)
 
 
-def exported_for(head: int, outside: Mapping[int, int], *, lacking: int) -> int | None:
+def exported_for(
+    head: int, outside: Iterable[int], *, lacking: int, freed: Callable[[Sequence[int]], int]
+) -> int | None:
     """Whose KV is exported for a head of the queue that does not fit: that of the youngest that passed it and is not in
     the coming batch. None: of nobody, the head waits.
 
-    `outside`: positions that each session outside the batch has for itself, by arrival; `lacking`: those that the head
-    lacks, for which all of them together must be enough.
+    `outside`: the arrivals of the sessions outside the batch; `lacking`: positions that the head lacks, for which all
+    of them together must be enough; `freed`: how many positions some of them leave to others, which is not the sum of
+    what each has, as they share.
     """
-    passed = {arrival: room for arrival, room in outside.items() if arrival > head}
-    return max(passed) if passed and sum(passed.values()) >= lacking else None
+    passed = [arrival for arrival in outside if arrival > head]
+    return max(passed) if passed and freed(passed) >= lacking else None
 
 
 def most_chunks(prompts: Iterable[int], budget_tokens: int, grid: int) -> int:

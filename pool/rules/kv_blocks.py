@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +33,13 @@ TokenIds = npt.NDArray[np.int32]
 
 class IntegrityError(RuntimeError):
     """The books contradict themselves: a bug, never a caller's doing."""
+
+
+def common_prefix(left: TokenIds, right: TokenIds) -> int:
+    """How many leading tokens two prompts have in common."""
+    length = min(len(left), len(right))
+    different = left[:length] != right[:length]
+    return int(different.argmax()) if different.any() else length
 
 
 @dataclass(slots=True)
@@ -164,6 +171,31 @@ class BlockPool:
         for digest in reversed(table.digests[: table.findable]):
             if self._block_of[digest] in self._cached:
                 self._cached.move_to_end(self._block_of[digest])
+
+    def pinned(self, holder: str) -> Sequence[int]:
+        """The blocks that are kept for the holder, in order."""
+        return self._pins.get(holder, ())
+
+    def held_by(self, owners: Mapping[str, Sequence[Hashable]]) -> dict[str, int]:
+        """How many blocks each owner has: those of the sessions named for it, and those pinned for it as a holder. A
+        block that several have counts for the first of them. Owners that have none are left out."""
+        found: dict[str, int] = {}
+        counted: set[int] = set()
+        for owner, keys in owners.items():
+            blocks = set(self._pins.get(owner, ())).union(*(self._blocks_of(key) for key in keys))
+            if blocks:
+                found[owner] = len(blocks - counted)
+                counted |= blocks
+        return found
+
+    def sole(self, keys: Iterable[Hashable]) -> int:
+        """How many blocks nobody has but these sessions."""
+        had = Counter(block for key in keys for block in self._blocks_of(key))
+        return sum(self._references[block] == count for block, count in had.items())
+
+    def _blocks_of(self, key: Hashable) -> Sequence[int]:
+        table = self._tables.get(key)
+        return () if table is None else table.blocks
 
     def usage(self) -> BlockUsage:
         """How much of everything there is."""

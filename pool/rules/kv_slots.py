@@ -21,69 +21,11 @@ by changing places.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-import numpy.typing as npt
-
-from pool.rules.kv_blocks import IntegrityError
-
-TokenIds = npt.NDArray[np.int32]
-#: A session, by its id and epoch.
-Key = tuple[str, int]
-
-#: Copying a position costs at most a sixteenth of computing it (measured: 0.03 to 0.09 ms against 1.4 ms), and all of a
-#: source is copied, whatever the part that is in common. So a copy pays when at least this share is in common.
-WORTH_SHARE = 16
-#: Less is neither copied, which has a fixed cost about that of a decode row, nor kept.
-WORTH_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """The contents of two slots change places; either may be free."""
-
-    first: int
-    second: int
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a new session runs. What the engine does, in this order: `swaps`; copy all of `slot` to `spare`, to be kept
-    there; copy all of `source` to `slot` (None: no copy); cut `slot` to the `held` positions that it begins with."""
-
-    slot: int
-    held: int
-    swaps: tuple[Swap, ...] = ()
-    source: int | None = None
-    spare: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SlotUsage:
-    """In slots; `cached_tokens`: positions that are kept and not pinned."""
-
-    total: int
-    live: int
-    pinned: int
-    kept: int
-    cached_tokens: int
-
-
-@dataclass(slots=True)
-class _Content:
-    """What a slot holds. `tokens` (T,): those known of it, positions 0 .. T - 1; the first `findable` are computed, so
-    that others may begin with them. `session`: the live one; `used`: when it was last asked for, a running number."""
-
-    scope: str
-    tokens: TokenIds
-    findable: int = 0
-    session: Key | None = None
-    used: int = 0
-
-    def is_worth_copying(self, needed: int) -> bool:
-        return needed >= WORTH_TOKENS and needed * WORTH_SHARE >= len(self.tokens)
+from pool.rules.kv_blocks import IntegrityError, common_prefix
+from pool.rules.slot_contents import WORTH_TOKENS, Content, Key, Placement, SlotUsage, Swap, TokenIds
 
 
 @dataclass
@@ -95,7 +37,7 @@ class SlotPool:
     slot_tokens: int
     grid: int = 1
     evictions: int = 0
-    _contents: dict[int, _Content] = field(default_factory=dict)
+    _contents: dict[int, Content] = field(default_factory=dict)
     _slots: dict[Key, int] = field(default_factory=dict)
     _pins: dict[str, int] = field(default_factory=dict)
     _clock: int = 0
@@ -123,9 +65,13 @@ class SlotPool:
         if source is not None:
             self._contents[source].used = self._clock
         spare = self._spare(slot, held) if source == slot else None
-        self._contents[slot] = _Content(scope, prompt.copy(), held, key, self._clock)
+        self._contents[slot] = Content(scope, prompt.copy(), held, key, self._clock)
         self._slots[key] = slot
         return Placement(slot, held, swaps, None if source == slot else source, spare)
+
+    def has_room(self) -> bool:
+        """Whether a session could begin: a slot is neither live nor pinned."""
+        return len(self._slots) + len(self._pinned()) < self.total
 
     def slot(self, key: Key) -> int:
         """Where the session runs now."""
@@ -175,6 +121,28 @@ class SlotPool:
     def unpin(self, holder: str) -> None:
         """The holder needs nothing any more; what was kept for it may be given up. Idempotent."""
         self._pins.pop(holder, None)
+
+    def pinned(self, holder: str) -> tuple[int, str, TokenIds] | None:
+        """What is kept for the holder: the slot, its scope and the tokens (T,) of all that is in it. None: nothing."""
+        slot = self._pins.get(holder)
+        return None if slot is None else (slot, self._contents[slot].scope, self._contents[slot].tokens)
+
+    def held_by(self, owners: Mapping[str, Sequence[Key]]) -> dict[str, int]:
+        """How many slots each owner has: those of the sessions named for it, and the one kept for it as a holder. One
+        that several have counts for the first of them. Owners that have none are left out."""
+        found: dict[str, int] = {}
+        counted: set[int] = set()
+        for owner, keys in owners.items():
+            slots = {self._slots[key] for key in keys if key in self._slots}
+            slots |= {self._pins[owner]} if owner in self._pins else set()
+            if slots:
+                found[owner] = len(slots - counted)
+                counted |= slots
+        return found
+
+    def sole(self, keys: Iterable[Key]) -> int:
+        """How many slots these sessions have."""
+        return len({self._slots[key] for key in keys if key in self._slots})
 
     def condense(self) -> list[Swap]:
         """Close the gaps between live slots: the swaps to make, in order."""
@@ -229,11 +197,13 @@ class SlotPool:
                     best, best_rank = (slot, held), rank
         return best
 
-    def _candidates(self, prompt: TokenIds, scope: str) -> Iterator[tuple[int, int, _Content]]:
+    def _candidates(self, prompt: TokenIds, scope: str) -> Iterator[tuple[int, int, Content]]:
         for slot, content in self._contents.items():
             if content.scope == scope:
                 limit = min(content.findable, len(prompt) - 1)
-                held = _common(content.tokens[:limit], prompt[:limit]) // self.grid * self.grid if limit > 0 else 0
+                held = (
+                    common_prefix(content.tokens[:limit], prompt[:limit]) // self.grid * self.grid if limit > 0 else 0
+                )
                 if held:
                     yield slot, held, content
 
@@ -292,9 +262,3 @@ class SlotPool:
 
     def _pinned(self) -> set[int]:
         return set(self._pins.values())
-
-
-def _common(left: TokenIds, right: TokenIds) -> int:
-    """Length of the common prefix of two arrays of one length."""
-    different = left != right
-    return int(different.argmax()) if different.any() else len(left)

@@ -278,7 +278,7 @@ def test_what_a_holder_keeps_is_given_up_only_for_one_that_could_never_run() -> 
     loop.submit(generation("large", words(150, seed=3), max_tokens=20))
     run(loop)
     assert loop.telemetry()["kv_pinned_bytes"] == 48, "the one that was used longest ago"
-    loop.unpin("program-2")
+    loop.drop_holder("program-2")
     loop.tick()
     assert loop.telemetry()["kv_pinned_bytes"] == 0
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from pool.rules.kv_blocks import BlockPool
+from pool.rules.kv_blocks import BlockPool, common_prefix
 from tasks.ports import (
     CacheMiss,
     Capability,
+    Kept,
+    KVRefused,
     KVUsage,
     Logits,
     Member,
@@ -38,8 +40,9 @@ DECODED = 1 << 24
 
 @dataclass(slots=True)
 class _Held:
-    """A session: positions it holds, of `room`, and the prompt it began with."""
+    """A session: positions it holds, of `room`, and the prompt it began with, in its scope."""
 
+    scope: str
     prompt: TokenIds
     room: int
     length: int
@@ -62,6 +65,7 @@ class BlockEngine:
         recompute_exact: bool = True,
         snapshot: bool = True,
         prefix_share: bool = True,
+        offload: bool = True,
     ) -> None:
         self.context_length = context_length
         self.vocabulary = tiny_vocabulary()
@@ -75,9 +79,11 @@ class BlockEngine:
             prefix_share=prefix_share,
             logprobs=True,
             seed=True,
+            offload=offload and prefix_share,
         )
         self._cells = np.zeros((blocks, block_tokens), np.int64)
         self._held: dict[Key, _Held] = {}
+        self._kept: dict[str, tuple[str, TokenIds]] = {}
 
     def fingerprint(self) -> str:
         """The same for all of a kind."""
@@ -94,7 +100,7 @@ class BlockEngine:
         share = None if self._can.prefix_share else 0
         found = self.books.begin((session, epoch), prompt, positions, scope, share=share)
         if found is not None:
-            self._held[session, epoch] = _Held(np.array(prompt, np.int32), positions, found)
+            self._held[session, epoch] = _Held(scope, np.array(prompt, np.int32), positions, found)
         return found
 
     def extend(self, session: str, epoch: int, positions: int) -> bool:
@@ -126,11 +132,22 @@ class BlockEngine:
             self.books.learn((session, epoch), tokens)
         if holder:
             self.books.pin(holder, (session, epoch))
+            kept = len(self.books.pinned(holder)) * self.books.block_tokens
+            self._kept[holder] = held.scope, np.array((held.prompt if tokens is None else tokens)[:kept], np.int32)
         self.books.release((session, epoch))
 
     def unpin(self, holder: str) -> None:
         """See `tasks.ports.Engine.unpin`."""
         self.books.unpin(holder)
+        self._kept.pop(holder, None)
+
+    def held_by(self, owners: Mapping[str, Sequence[Key]]) -> dict[str, int]:
+        """See `tasks.ports.Engine.held_by`."""
+        return {owner: blocks * self.books.block_tokens for owner, blocks in self.books.held_by(owners).items()}
+
+    def sole(self, sessions: Sequence[Key]) -> int:
+        """See `tasks.ports.Engine.sole`."""
+        return self.books.sole(sessions) * self.books.block_tokens
 
     def kv_usage(self) -> KVUsage:
         """See `tasks.ports.KVUsage`."""
@@ -203,7 +220,9 @@ class BlockEngine:
         cells = self._cells[self._where(Member(session, epoch, held.prompt, 0), 0, held.length)]
         return json.dumps([self.fingerprint(), held.prompt.tolist(), cells.tolist()]).encode()
 
-    def restore(self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = "") -> bool:
+    def restore(
+        self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = ""
+    ) -> bool | None:
         """See `tasks.ports.Engine.restore`."""
         try:
             fingerprint, known, cells = json.loads(blob)
@@ -214,8 +233,46 @@ class BlockEngine:
             return False
         # It writes all its positions, so it may not begin with anybody's blocks.
         if self.books.begin((session, epoch), prompt, positions, scope, share=0) is None:
-            return False
-        self._held[session, epoch] = _Held(np.array(prompt, np.int32), positions, len(cells))
+            return None
+        self._held[session, epoch] = _Held(scope, np.array(prompt, np.int32), positions, len(cells))
         self._cells[self._where(Member(session, epoch, prompt, 0), 0, len(cells))] = cells
         self.books.written((session, epoch), min(len(cells), len(prompt)))
         return True
+
+    def kept_for(self, holder: str) -> int:
+        """See `tasks.ports.Engine.kept_for`."""
+        return len(self.books.pinned(holder)) * self.books.block_tokens
+
+    def export(self, holder: str) -> Kept | None:
+        """See `tasks.ports.Engine.export`."""
+        scope, tokens = self._kept.get(holder, ("", np.empty(0, np.int32)))
+        if not len(tokens) or not self._can.offload:
+            return None
+        cells = self._cells[list(self.books.pinned(holder))].reshape(-1)
+        return Kept(scope, tokens, json.dumps([self.fingerprint(), scope, tokens.tolist(), cells.tolist()]).encode())
+
+    def begin_from(
+        self, kept: Kept, session: str, epoch: int, prompt: TokenIds, positions: int, scope: str = ""
+    ) -> int | None:
+        """See `tasks.ports.Engine.begin_from`."""
+        try:
+            fingerprint, of_scope, tokens, cells = json.loads(kept.blob)
+        except ValueError:
+            raise KVRefused("it is damaged") from None
+        if (fingerprint, of_scope, tokens) != (
+            self.fingerprint(),
+            scope,
+            kept.tokens.tolist(),
+        ) or not self._can.offload:
+            raise KVRefused("it is of another engine, of other tokens or of another scope")
+        found = self.begin(session, epoch, prompt, positions, scope)
+        if found is None:
+            return None
+        size = self.books.block_tokens
+        usable = min(common_prefix(kept.tokens, prompt), len(prompt) - 1, positions) // size * size
+        if usable > found:
+            where = self._where(Member(session, epoch, prompt, 0), found, usable)
+            self._cells[where] = cells[found:usable]
+            self._held[session, epoch].length = usable
+            self.books.written((session, epoch), usable)
+        return max(found, usable)

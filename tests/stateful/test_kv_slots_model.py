@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pool.rules.kv_slots import WORTH_TOKENS, Key, Placement, SlotPool, Swap
+from pool.rules.kv_slots import SlotPool
+from pool.rules.slot_contents import WORTH_TOKENS, Key, Placement, Swap
 
 SLOT_TOKENS = 96
 SCOPES = ("", "other")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -122,10 +123,15 @@ def test_the_youngest_gives_way() -> None:
 
 def test_a_head_makes_only_those_give_way_that_passed_it() -> None:
     """Older ones outside the batch came first: it waits for them. It waits, too, where all of them are not enough."""
-    assert exported_for(5, {1: 100, 9: 10, 4: 100, 7: 20}, lacking=30) == 9
-    assert exported_for(5, {1: 100, 9: 10, 4: 100, 7: 20}, lacking=31) is None
-    assert exported_for(5, {1: 100, 4: 100}, lacking=1) is None
-    assert exported_for(5, {}, lacking=0) is None
+    has = {1: 100, 9: 10, 4: 100, 7: 20}
+
+    def freed(arrivals: Sequence[int]) -> int:
+        return sum(has[arrival] for arrival in arrivals)
+
+    assert exported_for(5, has, lacking=30, freed=freed) == 9
+    assert exported_for(5, has, lacking=31, freed=freed) is None
+    assert exported_for(5, [1, 4], lacking=1, freed=freed) is None
+    assert exported_for(5, [], lacking=0, freed=freed) is None
 
 
 def test_the_guard_of_a_run_to_completion() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pool.rules.kv_blocks import IntegrityError
-from pool.rules.kv_slots import WORTH_SHARE, WORTH_TOKENS, Key, Placement, SlotPool, SlotUsage, Swap, TokenIds
+from pool.rules.kv_slots import SlotPool
+from pool.rules.slot_contents import WORTH_SHARE, WORTH_TOKENS, Key, Placement, SlotUsage, Swap, TokenIds
 
 SLOT_TOKENS = 1000
 

@@ -38,6 +38,7 @@ PARAMETERS: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("shared_prefix_freshness_warmup_seconds", 100.0, [0], [-1, INFINITE]),
     ("shared_prefix_freshness_kv_turnovers", 2.0, [0.5], [0, INFINITE]),
     ("decode_buffer_tokens", 100, [0], [-1]),
+    ("on_pause", "drop", ["offload"], ["retain", ""]),
     ("max_acting_ttl_seconds", 10.0, [0], [-1, INFINITE]),
     ("max_kv_retention_ttl_seconds", 300.0, [0], [-1, INFINITE]),
     ("high_watermark_ratio", 1.0, [1.0], [0, 1.1]),

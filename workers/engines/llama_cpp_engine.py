@@ -15,16 +15,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pool.rules.kv_blocks import IntegrityError
-from pool.rules.kv_slots import Key, Placement, SlotPool, Swap
+from pool.rules.kv_blocks import IntegrityError, common_prefix
+from pool.rules.kv_slots import SlotPool
+from pool.rules.slot_contents import Key, Placement, Swap
 from tasks.ports import (
     CacheMiss,
     Capability,
+    Kept,
+    KVRefused,
     KVUsage,
     Logits,
     Member,
@@ -155,6 +158,7 @@ class LlamaCpp:
             prefix_share=True,
             logprobs=True,
             seed=True,
+            offload=True,
         )
 
     # -- KV ----------------------------------------------------------------------------------------------------------
@@ -215,7 +219,9 @@ class LlamaCpp:
             return None
         return Snapshot(known.length, known.prefilled, state).to_bytes(self._fingerprint, known.prompt)
 
-    def restore(self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = "") -> bool:
+    def restore(
+        self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = ""
+    ) -> bool | None:
         """See `tasks.ports.Engine.restore`. Raises ValueError for a session that has begun."""
         key = (session, epoch)
         if key in self._sessions:
@@ -223,23 +229,68 @@ class LlamaCpp:
         saved = Snapshot.from_bytes(blob, self._fingerprint, prompt)
         if saved is None or self._context.closed or not saved.length <= positions <= self._context_length:
             return False
-        length = saved.length
-        # Nothing of the prompt is looked for: all of it is in the snapshot.
-        placement = self._pool.begin(key, prompt[:0], positions, scope)
+        findable = min(saved.prefilled, saved.length, len(prompt))
+        return self._begin_as(key, _Session(prompt.copy(), positions, saved.length, findable), saved, scope)
+
+    def kept_for(self, holder: str) -> int:
+        kept = self._pool.pinned(holder)
+        return 0 if kept is None else len(kept[2])
+
+    def export(self, holder: str) -> Kept | None:
+        kept = self._pool.pinned(holder)
+        if kept is None or self._context.closed:
+            return None
+        slot, scope, tokens = kept
+        state = self._context.state(slot)
+        if not state:
+            return None
+        return Kept(scope, tokens, Snapshot(len(tokens), len(tokens), state).to_bytes(self._fingerprint, tokens, scope))
+
+    def begin_from(
+        self, kept: Kept, session: str, epoch: int, prompt: TokenIds, positions: int, scope: str = ""
+    ) -> int | None:
+        """See `tasks.ports.Engine.begin_from`. Raises ValueError for a session that has begun."""
+        key = (session, epoch)
+        if self._context.closed:
+            raise KVRefused("the engine is closed")
+        if key not in self._sessions and (positions > self._context_length or not self._pool.has_room()):
+            return None
+        # Only now: it looks at every byte, and a session may ask for room again and again.
+        saved = Snapshot.of_kept(kept, self._fingerprint, scope)
+        usable = min(common_prefix(kept.tokens, prompt), len(prompt) - 1) // PREFILL_GRID * PREFILL_GRID
+        if key in self._sessions or usable <= self._pool.resident(prompt, scope):
+            return self.begin(session, epoch, prompt, positions, scope)
+        begun = self._begin_as(key, _Session(prompt.copy(), positions, usable, usable), saved, scope)
+        if begun is False:
+            raise KVRefused("llama.cpp does not take it")
+        return None if begun is None else usable
+
+    def _begin_as(self, key: Key, session: _Session, saved: Snapshot, scope: str) -> bool | None:
+        """Begin a session with what was saved, as far as its length goes. None: there is no room now. False: llama.cpp
+        does not take it, and the session has not begun."""
+        # Nothing of the prompt is looked for: all of it is in what was saved.
+        placement = self._pool.begin(key, session.prompt[:0], session.room, scope)
         if placement is None:
-            return False
-        findable = min(saved.prefilled, length, len(prompt))
-        self._sessions[key] = _Session(prompt.copy(), positions, length, findable)
+            return None
+        self._sessions[key] = session
         self._place(key, placement)
         if key not in self._sessions:
             return False
         slot = self._pool.slot(key)
-        if not self._context.set_state(slot, saved.payload) or self._context.held(slot) != length:
+        taken = self._context.set_state(slot, saved.payload) and self._context.held(slot) == saved.length
+        if not taken or not self._context.cut(slot, session.length):
             self._lose(slot)
             self._context.cut(slot, 0)
             return False
-        self._pool.learn(key, prompt, findable)
+        self._pool.learn(key, session.prompt, session.prefilled)
         return True
+
+    def held_by(self, owners: Mapping[str, Sequence[Key]]) -> dict[str, int]:
+        """See `tasks.ports.Engine.held_by`: whole slots, as nobody else can use a part of one."""
+        return {owner: slots * self._context.slot_tokens for owner, slots in self._pool.held_by(owners).items()}
+
+    def sole(self, sessions: Sequence[Key]) -> int:
+        return self._pool.sole(sessions) * self._context.slot_tokens
 
     def kv_usage(self) -> KVUsage:
         usage, size = self._pool.usage(), self._context.slot_tokens

@@ -30,6 +30,8 @@ import numpy as np
 
 from tasks.ports import (
     Capability,
+    Kept,
+    KVRefused,
     KVUsage,
     Logits,
     Member,
@@ -227,6 +229,7 @@ class NumpyLlama:
             prefix_share=True,
             logprobs=True,
             seed=True,
+            offload=True,
         )
 
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
@@ -273,11 +276,33 @@ class NumpyLlama:
     def snapshot(self, session: str, epoch: int) -> bytes | None:
         return self._kv.to_bytes((session, epoch), self._fingerprint)
 
-    def restore(self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = "") -> bool:
+    def restore(
+        self, session: str, epoch: int, blob: bytes, prompt: TokenIds, positions: int, scope: str = ""
+    ) -> bool | None:
         """See `tasks.ports.Engine.restore`. Raises ValueError for a session that has begun."""
         if self._weights is None:
             return False
         return self._kv.from_bytes((session, epoch), self._fingerprint, blob, prompt, positions, scope)
+
+    def kept_for(self, holder: str) -> int:
+        return self._kv.kept_for(holder)
+
+    def export(self, holder: str) -> Kept | None:
+        return self._kv.export(holder, self._fingerprint)
+
+    def begin_from(
+        self, kept: Kept, session: str, epoch: int, prompt: TokenIds, positions: int, scope: str = ""
+    ) -> int | None:
+        if self._weights is None:
+            raise KVRefused("the engine is closed")
+        begun = self._kv.begin_from(kept, (session, epoch), self._fingerprint, prompt, positions, scope)
+        return None if begun is None else begun.length
+
+    def held_by(self, owners: Mapping[str, Sequence[Key]]) -> dict[str, int]:
+        return self._kv.held_by(owners)
+
+    def sole(self, sessions: Sequence[Key]) -> int:
+        return self._kv.sole(sessions)
 
     def kv_usage(self) -> KVUsage:
         return self._kv.usage()

@@ -10,15 +10,15 @@ page (a generated token's KV differs in the last bits) stays its session's own, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from pool.errors import ConfigurationError
-from pool.rules.kv_blocks import BlockPool
-from tasks.ports import KVUsage, TokenIds
+from pool.rules.kv_blocks import BlockPool, IntegrityError, common_prefix
+from tasks.ports import Kept, KVRefused, KVUsage, TokenIds
 from workers.engines.llama_weights import Floats, LlamaConfig
 from workers.engines.members import Key
 from workers.engines.paged_attention import KV_PAGE, Run, rows_of
@@ -31,6 +31,7 @@ class PagedSession:
     `table`: its pages, of which `runs` are the stretches that lie in a row."""
 
     key: Key
+    scope: str
     prompt: TokenIds
     room: int
     length: int
@@ -72,6 +73,8 @@ class PagedKV:
             ) from None
         self._books = BlockPool(pages, KV_PAGE)
         self._sessions: dict[Key, PagedSession] = {}
+        #: Scope and tokens (T,) of what is kept for each holder.
+        self._kept: dict[str, tuple[str, TokenIds]] = {}
 
     @property
     def positions(self) -> int:
@@ -92,7 +95,7 @@ class PagedKV:
         found = self._books.begin(key, prompt, positions, scope, share=share)
         if found is None:
             return None
-        session = PagedSession(key, np.array(prompt, np.int32), positions, found, found)
+        session = PagedSession(key, scope, np.array(prompt, np.int32), positions, found, found)
         self._map(session)
         self._sessions[key] = session
         return session
@@ -124,15 +127,39 @@ class PagedKV:
         session = self._sessions.pop(key, None)
         if session is None:
             return
+        known = session.prompt
         if tokens is not None and len(tokens) >= session.length:
-            self._books.learn(key, tokens[: session.length])
+            known = tokens[: session.length]
+            self._books.learn(key, known)
         if holder:
-            self._books.pin(holder, key)
+            self._pin(holder, session, known)
         self._books.release(key)
+
+    def _pin(self, holder: str, session: PagedSession, known: TokenIds) -> None:
+        """Keep for the holder what can be found of the session, which holds the tokens `known` (T,), or the first of
+        them."""
+        self._books.pin(holder, session.key)
+        kept = len(self._books.pinned(holder)) * KV_PAGE
+        self._kept.pop(holder, None)
+        if kept:
+            self._kept[holder] = session.scope, np.array(known[:kept], np.int32)
 
     def unpin(self, holder: str) -> None:
         """See `tasks.ports.Engine.unpin`."""
         self._books.unpin(holder)
+        self._kept.pop(holder, None)
+
+    def kept_for(self, holder: str) -> int:
+        """See `tasks.ports.Engine.kept_for`."""
+        return len(self._books.pinned(holder)) * KV_PAGE
+
+    def held_by(self, owners: Mapping[str, Sequence[Key]]) -> dict[str, int]:
+        """See `tasks.ports.Engine.held_by`."""
+        return {owner: pages * KV_PAGE for owner, pages in self._books.held_by(owners).items()}
+
+    def sole(self, keys: Sequence[Key]) -> int:
+        """See `tasks.ports.Engine.sole`."""
+        return self._books.sole(keys) * KV_PAGE
 
     def usage(self) -> KVUsage:
         """See `tasks.ports.KVUsage`."""
@@ -148,11 +175,16 @@ class PagedKV:
     def check_integrity(self) -> None:
         """See `tasks.ports.Engine.check_integrity`."""
         self._books.check_integrity()
+        for holder, (_, tokens) in self._kept.items():
+            if len(tokens) != len(self._books.pinned(holder)) * KV_PAGE:
+                raise IntegrityError("KV pages: a holder's tokens are not those of its pages")
 
     def clear(self) -> None:
         """Forget all sessions, and all KV."""
         for key in list(self._sessions):
             self.release(key)
+        for holder in list(self._kept):
+            self.unpin(holder)
         self.keys, self.values = self.keys[:, :0], self.values[:, :0]
 
     # -- bytes -------------------------------------------------------------------------------------------------------
@@ -167,9 +199,11 @@ class PagedKV:
         payload = self.keys[:, pages, :, :, places].tobytes() + self.values[:, pages, :, places, :-1].tobytes()
         return Snapshot(session.length, session.prefilled, payload).to_bytes(fingerprint, session.prompt)
 
-    def from_bytes(self, key: Key, fingerprint: str, blob: bytes, prompt: TokenIds, positions: int, scope: str) -> bool:
+    def from_bytes(
+        self, key: Key, fingerprint: str, blob: bytes, prompt: TokenIds, positions: int, scope: str
+    ) -> bool | None:
         """Begin a session as `to_bytes` saw it. False, and nothing happens, for bytes that are damaged, of another
-        fingerprint or another prompt, and when there is no room."""
+        fingerprint or another prompt; None when there is no room."""
         snapshot = Snapshot.from_bytes(blob, fingerprint, prompt)
         if snapshot is None:
             return False
@@ -179,7 +213,7 @@ class PagedKV:
             return False
         session = self.begin(key, prompt, positions, scope, share=length)
         if session is None:
-            return False
+            return None
         start = session.length
         pages, places = session.places(start, length)
         keys, values = np.frombuffer(snapshot.payload, np.float32).reshape(shape)
@@ -188,6 +222,47 @@ class PagedKV:
         self.values[:, pages, :, places, -1] = 1
         self.advance(session, length, prefilled=snapshot.prefilled)
         return True
+
+    def export(self, holder: str, fingerprint: str) -> Kept | None:
+        """See `tasks.ports.Engine.export`: whole pages, as they are."""
+        if holder not in self._kept:
+            return None
+        scope, tokens = self._kept[holder]
+        pages = list(self._books.pinned(holder))
+        payload = self.keys[:, pages].tobytes() + self.values[:, pages].tobytes()
+        return Kept(scope, tokens, Snapshot(len(tokens), len(tokens), payload).to_bytes(fingerprint, tokens, scope))
+
+    def begin_from(
+        self, kept: Kept, key: Key, fingerprint: str, prompt: TokenIds, positions: int, scope: str
+    ) -> PagedSession | None:
+        """See `tasks.ports.Engine.begin_from`."""
+        session = self.begin(key, prompt, positions, scope)
+        if session is None:
+            return None
+        try:
+            # Only now: it looks at every byte, and a session may ask for room again and again.
+            keys, values = self._pages_of(Snapshot.of_kept(kept, fingerprint, scope))
+        except KVRefused:
+            self.release(key)
+            raise
+        first = session.length // KV_PAGE
+        stop = min(common_prefix(kept.tokens, prompt), len(prompt) - 1, positions) // KV_PAGE
+        if stop > first:
+            pages = list(session.table[first:stop])
+            self.keys[:, pages] = keys[:, first:stop]
+            self.values[:, pages] = values[:, first:stop]
+            self.advance(session, stop * KV_PAGE, prefilled=stop * KV_PAGE)
+        return session
+
+    def _pages_of(self, snapshot: Snapshot) -> tuple[Floats, Floats]:
+        """Keys and values, in the pool's shapes. Raises KVRefused for another size."""
+        pages, pool = snapshot.length // KV_PAGE, (self.keys, self.values)
+        shapes = [(array.shape[0], pages, *array.shape[2:]) for array in pool]
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        if len(snapshot.payload) != 4 * sum(sizes):
+            raise KVRefused("it is of another size")
+        numbers = np.frombuffer(snapshot.payload, np.float32)
+        return numbers[: sizes[0]].reshape(shapes[0]), numbers[sizes[0] :].reshape(shapes[1])
 
     def _map(self, session: PagedSession) -> None:
         session.table = self._books.table(session.key)
