@@ -8,6 +8,7 @@ import pytest
 
 from pool.settings import ModelSettings
 from pool.store.connection import Client
+from pool.store.program_views import MOST_IN_ORDER
 from tasks.config import Settings
 from tasks.programs import Programs
 from tests.program_scene import pid
@@ -71,8 +72,8 @@ def test_all_who_may_become_active_in_one_turn(site: Site) -> None:
 
 @with_settings(resume_order="fcfs")
 def test_those_behind_many_who_do_not_fit_are_looked_at(site: Site) -> None:
-    """A snapshot shows fifty; each that becomes active shows one more."""
-    for number in range(49):
+    """Each of those that a snapshot shows which becomes active makes it show one more."""
+    for number in range(MOST_IN_ORDER - 1):
         site.scene.arrive(f"large-{number}", tokens=2000)
     for number in range(3):
         site.scene.arrive(f"small-{number}")
