@@ -114,15 +114,15 @@ class ProgramAudit:
                 yield Violation("I4", rank, f"the book says {book.get(name, 0)} {name}, its Programs make {count}")
         for program in active ^ {stored.id for stored in owners}:
             yield Violation("I5", program, f"its record and the active Programs of rank {rank} disagree")
-        waiters = {stored.id: stored for stored in here if "member" in stored.fields}
+        waiters = {stored.id: stored for stored in here if "standing" in stored.fields}
         if waiting != {program: stored.number("force_ms") for program, stored in waiters.items()}:
             yield Violation("I5", rank, "who waits there by force deadline, and who by their records, disagree")
-        if order != {stored.text("member") for stored in waiters.values()}:
+        if order != {stored.text("standing") + stored.id for stored in waiters.values()}:
             yield Violation("I5", rank, "who waits there by order, and who by their records, disagree")
 
     def _program(self, stored: Stored, found: Found) -> Iterator[Violation]:
         inflight, pool = stored.number("inflight"), found.pools.get(stored.id, [])
-        timers, waits = found.timers.get(stored.id, set()), "member" in stored.fields
+        timers, waits = found.timers.get(stored.id, set()), "standing" in stored.fields
         is_active = stored.text("state") == "active"
         if inflight != found.sent[stored.id]:
             yield Violation(
