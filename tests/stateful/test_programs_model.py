@@ -389,7 +389,11 @@ class Programs(RuleBasedStateMachine):
             if program.pool and not program.active:
                 record = self.scene.keys.record(self.id_of(key))
                 due_ms = self.client.hincrby(record, "force_ms", -by_ms)
-                self.client.zadd(self.scene.keys.place(program.rank)["waiting"], {self.id_of(key): due_ms})
+                place = self.scene.keys.place(program.rank)
+                self.client.zadd(place["waiting"], {self.id_of(key): due_ms})
+                shown = self.client.hget(place["waiters"], self.id_of(key)).split(b":")
+                shown[4] = str(due_ms).encode()
+                self.client.hset(place["waiters"], self.id_of(key), b":".join(shown))
         if by_ms == LONG_MS:
             due = [timer.decode().partition(":") for timer in self.client.zrange(self.scene.keys.program_timers, 0, -1)]
             swept_steadily(self.client)

@@ -29,16 +29,9 @@ local function arrived(at, p, facts, first, tokens)
   -- An estimate rises at once; that it is smaller says nothing.
   if tokens > p.ctx then p.ctx, p.falls = tokens, nil end
   -- It returns to the rank that it left: a sample of the continuity window.
-<<<<<<< HEAD
   if p.impact_us and p.inflight == 0 and not p.standing then
-    local seconds = math.max(at.ms - p.finish_ms, 0) / 1000
-    redis.call('RPUSH', at.continuity, struct.pack('<ff', seconds, p.impact_us / 1000000))
-    redis.call('LTRIM', at.continuity, -p.win, -1)
-=======
-  if p.impact_us and p.inflight == 0 and not p.member then
     local ms = measured(at, 'request_interval_ms', math.max(at.ms - p.finish_ms, 0))
     sampled(at.continuity, struct.pack('<ff', ms / 1000, p.impact_us / 1000000), p.win)
->>>>>>> 02641ab4f44774df0bc1ec082959b20035738cec
     p.impact_us = nil
   end
 end
@@ -62,6 +55,6 @@ local function place_job(at, p, ticket, job, force, deadline_force)
   local force_ms = p.force_ms or at.ms + force
   if deadline_force > 0 then force_ms = math.min(force_ms, at.ms + deadline_force) end
   p.force_ms = force_ms
-  if p.standing then redis.call('ZADD', at.waiting, force_ms, p[0].id) else wait(at, p, ticket) end
+  if p.standing then keep_waiting(at, p) else wait(at, p, ticket) end
   return 'waiting'
 end
