@@ -86,7 +86,7 @@ class Crowd:
         self.jobs = JobStore(self.client, result_ttl_ms=60_000, pending_per_model=10**9)
         self.store = ProgramStore(self.client, self.jobs, MODEL, SETTINGS)
         self.keys = self.store.keys
-        self.upkeep = ProgramUpkeep(self.store, Terms(3, 60_000, letters_kept=100, lease_ms=LONG_MS))
+        self.upkeep = ProgramUpkeep(self.store, Terms(3, 60_000, letters_kept=100, lease_ms=6000))
         self.names = [f"rank-{number:04}" for number in range(self.ranks)]
         self._workers = {
             rank: ProgramDelivery(

@@ -22,6 +22,7 @@ from pool.rules.admission import Budgets, Decision, Reason, Request, Usage, deci
 from pool.rules.batching import completion_guard, most_chunks
 from pool.rules.programs.ttl import prefill_seconds
 from tasks.ports import Engine, Event, EventSink, Generation, RunnerCapacity, Stopped
+from workers.bell import Bell
 from workers.hints import EXPIRES_S, Hint, HintAction, HintAnswer, HintDesk, HintResult
 from workers.holders import Holdings, PrefillSeconds
 from workers.offload import OffloadBudget, OffloadStore
@@ -91,7 +92,7 @@ class BatchingLoop:
         can = engine.capability()
         self._kv_positions = min(usage.total, can.max_positions)
         self._most = min(can.max_sessions, budgets.active_cap)
-        self._wake = threading.Event()
+        self._wake = Bell()
         self._keeps = can.prefix_share and reuse != "off"
         self._offloads = self._keeps and can.offload and bool(offload)
         residence = Residence(
@@ -99,7 +100,7 @@ class BatchingLoop:
             self.figures,
             overcommit=budgets.kv_overcommit,
             reuse=reuse,
-            store=OffloadStore(offload, clock=clock, wake=self._ring) if self._offloads else None,
+            store=OffloadStore(offload, clock=clock, wake=self._wake.ring) if self._offloads else None,
             prefill_seconds=prefill_seconds,
         )
         self._scheduler = Scheduler(
@@ -172,13 +173,8 @@ class BatchingLoop:
                 self._inbox.append(_Submitted(generation, queued))
             else:
                 self.figures.rejected_for(decision.reason)
-        self._ring()
+        self._wake.ring()
         return decision
-
-    def _ring(self) -> None:
-        """Wake the engine's thread. Looking first is much cheaper than setting an event that is set."""
-        if not self._wake.is_set():
-            self._wake.set()
 
     def cancel(self, job: str, attempt: int, *, how: Stopped = "cancelled") -> bool:
         """Stop a job before the next step, without any event; `how` it counts. False: it is not here (any more)."""
@@ -187,7 +183,7 @@ class BatchingLoop:
             if known:
                 self._inbox.append(_Stop((job, attempt), how))
         if known:
-            self._wake.set()
+            self._wake.ring()
         return known
 
     def holdings(self) -> dict[str, int]:
@@ -209,7 +205,7 @@ class BatchingLoop:
     def drop_holder(self, holder: str) -> None:
         """Nothing needs to be kept for this holder any more, in the engine or outside. Its live sessions go on."""
         self._inbox.append(_Drop(holder))
-        self._ring()
+        self._wake.ring()
 
     def hint(self, holder: str, action: HintAction, *, expires_s: float = EXPIRES_S) -> HintAnswer:
         """What is to become of the KV that is kept for a holder: `retain` it, as the last to be given up; `offload` it
@@ -223,7 +219,7 @@ class BatchingLoop:
         if self._stopping or not self._desk.accept(holder):
             return HintAnswer.REJECTED
         self._inbox.append(Hint(holder, action, self.figures.clock() + expires_s))
-        self._ring()
+        self._wake.ring()
         return HintAnswer.ACCEPTED
 
     def hint_results(self) -> list[HintResult]:
@@ -241,7 +237,7 @@ class BatchingLoop:
     def set_limit(self, limit: int) -> None:
         """Generations in flight at most from now on; running ones finish."""
         self.limit = max(1, limit)
-        self._wake.set()
+        self._wake.ring()
 
     def is_alive(self) -> bool:
         """Whether its thread runs."""
@@ -263,7 +259,7 @@ class BatchingLoop:
     def stop(self) -> list[Generation]:
         """Stop after the current step, free all KV, and return the jobs that had not ended."""
         self._stopping = True
-        self._wake.set()
+        self._wake.ring()
         if self._thread is not None:
             self._thread.join()
         self._read_mail()

@@ -201,7 +201,8 @@ class Scheduler:
         if batch:
             self._run(batch)
             self._promote()
-            self._telemetry.see(self._engine.kv_usage())
+            if self._report.left or self._report.promoted:
+                self._telemetry.see(self._engine.kv_usage())
         return self.report()
 
     def report(self) -> Tick:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from pool.rules.pacing import Pace, prefill_budget
-from tasks.ports import Engine, Member, MemberError, StepResult
+from tasks.ports import Engine, Member, MemberError, StepResult, kept
 from workers.telemetry import Telemetry
 
 log = logging.getLogger("genpool.loop")
@@ -45,7 +45,7 @@ class Stepping:
             log.error("engine step of %d members failed: %s", len(members), type(error).__name__)
             if len(members) == 1:
                 return [MemberError(f"The engine failed: {type(error).__name__}.")]
-            return [result for member in members for result in self._step([member])]
+            return [kept(result) for member in members for result in self._step([member])]
 
     def _checked(self, members: Sequence[Member]) -> list[StepResult]:
         results = self._engine.step(members)

@@ -20,7 +20,7 @@ FEWEST_LENGTHS = 5
 #: Steps timed at each batch, and those before them that are not.
 TIMED_STEPS, UNTIMED_STEPS = 5, 1
 #: Parts of the time that a single prompt, and all visits that decode, may take in a round.
-PROMPT_SHARE, DECODING_SHARE = 1 / 30, 1 / 8
+PROMPT_SHARE, DECODING_SHARE = 1 / 15, 1 / 8
 
 #: A session's KV is counted in whole pages of so many positions, more than any engine's.
 PAGE_POSITIONS = 64
