@@ -63,8 +63,7 @@ class Site:
 
     def seconds_pass(self, name: str, *fields: str, seconds: float) -> None:
         """Times of a record lie further back."""
-        for each in fields:
-            self.scene.client.hincrby(self.scene.keys.record(pid(name)), each, -round(seconds * 1000))
+        self.scene.shift(pid(name), -round(seconds * 1000), *fields)
 
 
 def with_settings(**fields: Any) -> pytest.MarkDecorator:
