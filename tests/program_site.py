@@ -1,22 +1,20 @@
-"""Planners of several processes over real ranks, whose workers are played: all that a Program needs but an engine."""
+"""A scene of Programs with the planners of several processes, which plan when they are told to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from pool.settings import ModelSettings
-from pool.store.connection import Client
 from pool.store.handouts import Handout
 from pool.store.program_upkeep import Look
 from pool.store.ranks import RankRegistry
 from tasks.config import Settings
 from tasks.programs import Programs
 from tests.builders import swept_steadily
-from tests.program_scene import Scene, pid, settings
+from tests.program_scene import Scene, pid
 
 MODEL = "tiny"
 #: How a request ends whose place the statistics keep.
@@ -65,21 +63,7 @@ class Site:
 
     def seconds_pass(self, name: str, *fields: str, seconds: float) -> None:
         """Times of a record lie further back."""
-        for each in fields:
-            self.scene.client.hincrby(self.scene.keys.record(pid(name)), each, -round(seconds * 1000))
-
-
-def program_site(client: Client, url: str, **fields: Any) -> Iterator[Site]:
-    """For a fixture: rank `a` with a thousand tokens, and one process. `fields`: settings that differ."""
-    made = Site(Scene(client, url, settings(**{"token_capacity_per_dp_rank": 1000, "stats_window_size": 2} | fields)))
-    made.process()
-    made.join("a", "first")
-    yield made
-    for process in made.programs:
-        process.stop()
-    made.scene.sound()
-    made.scene.close()
-    client.flushall()
+        self.scene.shift(pid(name), -round(seconds * 1000), *fields)
 
 
 def with_settings(**fields: Any) -> pytest.MarkDecorator:

@@ -432,11 +432,9 @@ class Scheduler:
         self._report.events.append(drawn)
         if session.phase is Phase.DECODING:
             self._telemetry.decoded(now_s)
-        if session.last_token_s is None:
-            session.first_token_s = now_s
-        else:
-            self._telemetry.gap(now_s - session.last_token_s)
-        session.last_token_s = now_s
+        gap_s = session.told(now_s)
+        if gap_s is not None:
+            self._telemetry.gap(gap_s)
         return True
 
     # -- ends --------------------------------------------------------------------------------------------------------

@@ -52,6 +52,12 @@ class Delivery:
         self.keys = ModelKeys(f"{self.model}:{self.shard}")
         self._line = Line(self.writer)
 
+    def close(self) -> None:
+        """Close the connections."""
+        self._line.close()
+        self.reader.connection_pool.disconnect()
+        self.writer.connection_pool.disconnect()
+
     def take(self, room: int, block_ms: int) -> Taken:
         """Read at most `room` (>= 1) jobs, waiting up to `block_ms`, and begin each; all at once."""
         taken = Taken()

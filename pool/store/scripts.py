@@ -200,6 +200,11 @@ class Line:
         _check_idle(self._connection)
         return _run_on(self._connection, commands)
 
+    def close(self) -> None:
+        """Close the connection; the next command opens it again."""
+        if self._connection is not None:
+            self._connection.disconnect()
+
 
 def _check_idle(connection: Any) -> None:
     """As the pool does it: a connection that was broken while nobody used it is made anew."""

@@ -1,21 +1,19 @@
-"""Who becomes active and who gives way, where several processes plan."""
+"""Planners of several processes over a rank whose worker is played: all that a Program needs but an engine."""
 
 from __future__ import annotations
 
 import logging
-import threading
 
 import pytest
 
 from pool.settings import ModelSettings
 from pool.store.connection import Client
-from pool.store.ids import JobRef
+from pool.store.program_views import MOST_IN_ORDER
 from tasks.config import Settings
 from tasks.programs import Programs
 from tests.program_lines import told
 from tests.program_scene import pid
 from tests.program_site import HELD, MODEL, Site, tokens_of, with_settings
-from tests.waiting import wait_until
 
 # -- who becomes active -------------------------------------------------------------------------------------------
 
@@ -70,8 +68,8 @@ def test_all_who_may_become_active_in_one_turn(site: Site) -> None:
 
 @with_settings(resume_order="fcfs")
 def test_those_behind_many_who_do_not_fit_are_looked_at(site: Site) -> None:
-    """A snapshot shows fifty; each that becomes active shows one more."""
-    for number in range(49):
+    """Each of those that a snapshot shows which becomes active makes it show one more."""
+    for number in range(MOST_IN_ORDER - 1):
         site.scene.arrive(f"large-{number}", tokens=2000)
     for number in range(3):
         site.scene.arrive(f"small-{number}")
@@ -185,70 +183,19 @@ def test_hints_hold_a_quarter_of_a_rank(site: Site) -> None:
     assert scene.book()["active"] == "1"
 
 
-# -- many processes -----------------------------------------------------------------------------------------------
-
-
-def test_planners_of_many_processes_do_no_harm(site: Site) -> None:
-    """Three of them at once, over two ranks, in threads of their own: all requests are served, in the order of each
-    Program, and the books are right."""
-    scene = site.scene
-    site.join("b", "second")
-    for _ in range(2):
-        site.process()
-    refs: dict[str, list[JobRef]] = {f"agent-{number}": [] for number in range(12)}
-    served: list[str] = []
-    done = threading.Event()
-
-    def serve() -> None:
-        """Both ranks' workers."""
-        while not done.is_set():
-            for rank in ("a", "b"):
-                for handout in scene.take(rank):
-                    scene.end(handout, rank, ttl_ms=1000)
-                    served.append(handout.lease.token)
-                    placement = handout.lease.placement
-                    assert placement is not None
-                    site.programs[1].completed(MODEL, rank, placement.program)
-                site.observe(rank, 0, gone=tuple(scene.upkeep.leaving(rank)))
-
-    for process in site.programs:
-        process.start()
-    worker = threading.Thread(target=serve)
-    worker.start()
-    for number in range(5):
-        for at, (name, sent) in enumerate(refs.items()):
-            sent.append(scene.arrive(name, home="ab"[at % 2], tokens=150))
-            site.programs[number % 3].wake(MODEL)
-    wait_until(lambda: len(served) == 60, description="all to be served")
-    done.set()
-    worker.join()
-    for process in site.programs:
-        process.stop()
-    assert len(set(served)) == 60
-    for sent in refs.values():
-        order = [served.index(ref.token) for ref in sent]
-        assert order == sorted(order)
-
-
-def test_only_one_of_them_looks_after_all_in_an_interval(site: Site) -> None:
-    """What changed, any of them plans for; one that another plans for just now is looked at again soon."""
-    scene, other = site.scene, site.process()
-    ref = scene.arrive("lead")
-    site.tick()
-    assert tokens_of(scene.take()) == {ref.token}
-    site.die("a")
-    assert other.turn([MODEL]) == set()
-    assert scene.upkeep.up(["a"]) == {"a": "first"}
-    scene.arrive("other")
-    assert scene.store.claim("a", "somebody else")
-    assert other.turn([], [MODEL]) == {MODEL}
-    scene.store.unclaim("a")
-    assert other.turn([], [MODEL]) == set()
-    assert scene.store.dirty() == []
-    assert len(scene.take()) == 1
-
-
 # -- nothing to do ------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_away_is_not_planned_for_again_and_again(site: Site) -> None:
+    """It stays dirty, as something waits there; but nobody looks at it again before the next tick."""
+    scene = site.scene
+    site.die("a")
+    site.tick()
+    scene.arrive("lead")
+    for _ in range(2):
+        assert site.programs[0].turn([], [MODEL]) == set()
+    site.tick()
+    assert scene.store.dirty() == ["a"]
 
 
 def test_without_programs_a_look_is_all(site: Site, client: Client) -> None:

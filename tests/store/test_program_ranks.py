@@ -1,16 +1,21 @@
-"""What becomes of Programs whose rank is lost, comes back, or is full while another has room."""
+"""Ranks that come and go under Programs, and many processes that look after them; their workers are played."""
 
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 
+from pool.rules.programs.binding import home, ring_of
 from pool.rules.programs.windows import RequestSample
+from pool.store.ids import JobRef
 from tests.builders import LEASE_MS
 from tests.program_scene import pid
 from tests.program_site import HELD, MODEL, Site, tokens_of, with_settings
 from tests.waiting import wait_until
+
+# -- ranks --------------------------------------------------------------------------------------------------------
 
 
 def test_another_rank_takes_over(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -95,6 +100,19 @@ def test_without_a_rank_programs_wait_for_one(site: Site) -> None:
     assert [key for key in left if scene.client.exists(key)] == []
 
 
+def test_a_session_stays_together_when_its_rank_is_lost(site: Site) -> None:
+    """Its Programs are bound anew by what they were first bound by, not by their names."""
+    scene = site.scene
+    for number in range(6):
+        scene.arrive(f"session:{number}", key="session")
+    site.die("a")
+    for rank in ("b", "c", "d"):
+        site.join(rank, f"first-{rank}")
+    site.tick()
+    expected = home(ring_of(["a", "b", "c", "d"], 160), "session", {"b", "c", "d"})
+    assert {scene.field(f"session:{number}", "rank") for number in range(6)} == {expected}
+
+
 def test_entries_whose_reply_was_lost_are_sent_again(site: Site) -> None:
     """The process read them, and nobody ever got them."""
     scene = site.scene
@@ -108,6 +126,7 @@ def test_entries_whose_reply_was_lost_are_sent_again(site: Site) -> None:
     (entry,) = scene.client.xpending_range(stream, "workers", "-", "+", 1)
     scene.client.xclaim(stream, "workers", "a", 0, [entry["message_id"]], idle=LEASE_MS + 1, justid=True)
     site.tick()
+    assert scene.client.xpending(stream, "workers")["pending"] == 0
     assert tokens_of(scene.take()) == {ref.token}
 
 
@@ -141,13 +160,64 @@ def test_a_program_goes_to_a_rank_with_room(site: Site, caplog: pytest.LogCaptur
     assert any(f"program={pid('lead')} rank=b" in record.getMessage() for record in caplog.records)
 
 
-def test_a_rank_that_is_away_is_not_planned_for_again_and_again(site: Site) -> None:
-    """It stays dirty, as something waits there; but nobody looks at it again before the next tick."""
+# -- many processes -----------------------------------------------------------------------------------------------
+
+
+def test_planners_of_many_processes_do_no_harm(site: Site) -> None:
+    """Three of them at once, over two ranks, in threads of their own: all requests are served, in the order of each
+    Program, and the books are right."""
     scene = site.scene
-    site.die("a")
-    site.tick()
-    scene.arrive("lead")
+    site.join("b", "second")
     for _ in range(2):
-        assert site.programs[0].turn([], [MODEL]) == set()
+        site.process()
+    refs: dict[str, list[JobRef]] = {f"agent-{number}": [] for number in range(12)}
+    served: list[str] = []
+    done = threading.Event()
+
+    def serve() -> None:
+        """Both ranks' workers."""
+        while not done.is_set():
+            for rank in ("a", "b"):
+                for handout in scene.take(rank):
+                    scene.end(handout, rank, ttl_ms=1000)
+                    served.append(handout.lease.token)
+                    placement = handout.lease.placement
+                    assert placement is not None
+                    site.programs[1].completed(MODEL, rank, placement.program)
+                site.observe(rank, 0, gone=tuple(scene.upkeep.leaving(rank)))
+
+    for process in site.programs:
+        process.start()
+    worker = threading.Thread(target=serve)
+    worker.start()
+    for number in range(5):
+        for at, (name, sent) in enumerate(refs.items()):
+            sent.append(scene.arrive(name, home="ab"[at % 2], tokens=150))
+            site.programs[number % 3].wake(MODEL)
+    wait_until(lambda: len(served) == 60, description="all to be served")
+    done.set()
+    worker.join()
+    for process in site.programs:
+        process.stop()
+    assert len(set(served)) == 60
+    for sent in refs.values():
+        order = [served.index(ref.token) for ref in sent]
+        assert order == sorted(order)
+
+
+def test_only_one_of_them_looks_after_all_in_an_interval(site: Site) -> None:
+    """What changed, any of them plans for; one that another plans for just now is looked at again soon."""
+    scene, other = site.scene, site.process()
+    ref = scene.arrive("lead")
     site.tick()
-    assert scene.store.dirty() == ["a"]
+    assert tokens_of(scene.take()) == {ref.token}
+    site.die("a")
+    assert other.turn([MODEL]) == set()
+    assert scene.upkeep.up(["a"]) == {"a": "first"}
+    scene.arrive("other")
+    assert scene.store.claim("a", "somebody else")
+    assert other.turn([], [MODEL]) == {MODEL}
+    scene.store.unclaim("a")
+    assert other.turn([], [MODEL]) == set()
+    assert scene.store.dirty() == []
+    assert len(scene.take()) == 1

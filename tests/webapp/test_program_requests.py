@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from pool.store.connection import Client
 from pool.store.program_keys import program_id_of
@@ -173,6 +174,24 @@ def test_what_is_wrong_is_named(app: ProgramApp, body: dict[str, Any], headers: 
     assert app.held == 0
 
 
+def test_the_description_says_what_is_accepted(make: MakeProgramApp) -> None:
+    """Where Programs are on, the two fields are described as they are validated, but for what no schema can say."""
+    app = make(program_scheduling_enable_key="auto")
+    document = app.get("/openapi.json").get_json()
+    body = {"$ref": "#/components/schemas/ChatRequest", "components": document["components"]}
+    validator = Draft202012Validator(body)
+    plain = {"model": MODEL, **ASKED[CHAT]}
+    for said, _, _, _ in IDENTITIES:
+        assert validator.is_valid(plain | said), said
+    beyond = ("no json", "line\\n", "blocks_parent': True", "'p', 'parent_program_id': 'p'", "'s', 'parent_session")
+    for said, headers, _ in REFUSED:
+        if not headers and not any(text in repr(said) for text in beyond):
+            assert not validator.is_valid(plain | said), said
+    off = make(on=False).get("/openapi.json").get_json()["components"]["schemas"]["ChatRequest"]["properties"]
+    assert not {"vllm_xargs", "agent_hint"} & off.keys()
+    assert {"vllm_xargs", "agent_hint"} <= document["components"]["schemas"]["ChatRequest"]["properties"].keys()
+
+
 def test_durations_are_finite(app: ProgramApp) -> None:
     """Whatever a JSON parser makes of them."""
     for value in ("Infinity", "NaN", "1e999"):
@@ -307,6 +326,24 @@ def test_a_queue_timeout(make: MakeProgramApp) -> None:
         assert error_of(answer, 429)["code"] == "queue_timeout"
         assert int(answer.headers["Retry-After"]) >= 1 and answer.headers["x-should-retry"] == "true"
         assert app.held == 0
+
+
+def test_what_came_while_no_rank_was_up_goes_on_when_one_is(app: ProgramApp) -> None:
+    """It waits, bound to none, and is admitted by the first rank that comes."""
+    assert app.post(**context("p")).get_json()["queue_position"] == 0
+    app.plan()
+    record = app.record("p")
+    assert record is not None and (record.text("state"), record.text("rank")) == ("paused", "")
+    assert app.get("/scheduling/diagnostics").get_json()["models"][0]["programs_total"] == 1
+    app.join("a")
+    wait_until(lambda: app.plan() or is_active(app), description="a place")  # type: ignore[func-returns-value]
+    app.finish("p")
+
+
+def is_active(app: ProgramApp) -> bool:
+    """Whether the Program `p` has a place."""
+    record = app.record("p")
+    return record is not None and record.text("state") == "active"
 
 
 def test_a_cancelled_request_leaves_its_program(app: ProgramApp) -> None:
