@@ -47,6 +47,7 @@ PARAMETERS: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("stats_window_size", 100, [1], [0]),
     ("enable_batch_gain_admission", True, [False], [0]),
     ("rank_gone_seconds", 60.0, [0.5], [0]),
+    ("log_level", "info", ["debug", "warning"], ["DEBUG", 10]),
 ]
 
 #: Coefficient, its default, accepted edges, refused values.
