@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-.PHONY: help run test llama cover test-clients fuzz test-redis7 cancels kills idle sweep programs faults-long lint chaos chaos-long recovery clean
+.PHONY: help run test llama cover test-clients fuzz test-redis7 cancels kills program-kills idle sweep programs faults-long lint chaos chaos-long recovery clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ idle: $(STAMP) ## Leave a system without work for a minute: silence, next to no 
 
 programs: $(STAMP) ## Do 20,000 random events to Programs on a real state server, against plain objects (about 5 minutes).
 	PROGRAM_STEPS=20000 $(BIN)/python -m pytest -q -n0 tests/stateful/test_programs_model.py
+
+program-kills: $(STAMP) ## Kill a process and then the state server under 40 agents, 30 times (about 10 minutes; SEED=N replays).
+	$(BIN)/python -m tests.chaos.program_kills $(if $(SEED),--seed $(SEED))
 
 cover: $(STAMP) ## Show that the tests of the Programs' rules take every branch, without a state server.
 	$(BIN)/python -m coverage run --branch --source=pool.rules.programs,pool.program_settings \

@@ -1,5 +1,5 @@
-"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | queues | dead-letters | check |
-doctor | sweep | config | models | keys`.
+"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | queues | programs |
+dead-letters | check | doctor | sweep | config | models | keys`.
 
 Each command checks the settings, then hands over to the layer that does the work. Deliberate errors end as one line on
 stderr and exit code 1, wrong usage as exit code 2.
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -25,17 +25,20 @@ import click
 from pool.errors import GenpoolError
 from pool.store.connection import connect
 from tasks import dead_letters, job_commands, launch
-from tasks.api_keys import ADMIN, LABEL, METRICS, USER, KeyRing, check_exposed, new_key
+from tasks.api_keys import KeyRing, check_exposed
 from tasks.client import Client
 from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings, state_url
 from tasks.config_docs import markdown
 from tasks.doctor import examine, failures
+from tasks.key_commands import keys
 from tasks.own_runtime import require_state_server, state_server_hint
 from tasks.payloads import MAX_SEED, MAX_TOKENS_LIMIT
+from tasks.program_commands import programs
 from tasks.queues import HEAD, Queue, Queues
 from tasks.queues import as_json as queues_as_json
 from tasks.rerun import audit_texts
 from tasks.supervisor import Supervisor
+from tasks.tables import print_table
 from tasks.urls import masked
 from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_weights, known_source, weights_fault
 
@@ -236,7 +239,7 @@ def doctor(port: int | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in found], indent=2))
     else:
-        _table(("CHECK", "STATUS", "FOUND"), [(each.check, each.status, masked(each.detail)) for each in found])
+        print_table(("CHECK", "STATUS", "FOUND"), [(each.check, each.status, masked(each.detail)) for each in found])
         for each in found:
             if each.remedy:
                 click.echo(f"{each.check}: {each.remedy}")
@@ -273,7 +276,7 @@ def sweep(model: str, json_file: Path | None, plot: Path | None, **options: Any)
     launch.require_model(settings, model)
     weights = _fetch(settings, [model]).get(model)
     found = sweep_model(model, settings.models[model], weights, SweepOptions(**options))
-    _table(*table(found))
+    print_table(*table(found))
     click.echo(f"Saturated at {found.saturation_concurrency}.")
     if json_file is not None:
         json_file.write_text(found.as_json(), encoding="utf-8")
@@ -313,7 +316,7 @@ def _show_queues(found: list[Queue], as_json: bool) -> None:
     if as_json:
         click.echo(queues_as_json(found))
     else:
-        _table(HEAD, [queue.row() for queue in found])
+        print_table(HEAD, [queue.row() for queue in found])
 
 
 @cli.group("dead-letters")
@@ -344,7 +347,7 @@ def list_dead_letters(model: str | None, as_json: bool) -> None:
         )
         for letter in letters
     ]
-    _table(("MODEL", "JOB", "CODE", "LOSSES", "LAST RANK", "WHEN", "RECORD"), rows)
+    print_table(("MODEL", "JOB", "CODE", "LOSSES", "LAST RANK", "WHEN", "RECORD"), rows)
 
 
 @dead_letters_group.command("retry")
@@ -419,7 +422,7 @@ def list_models() -> None:
                 "yes" if model.enabled else "no",
             )
         )
-    _table(("NAME", "SOURCE", "CACHED", "SIZE", "LICENCE", "ENABLED"), rows)
+    print_table(("NAME", "SOURCE", "CACHED", "SIZE", "LICENCE", "ENABLED"), rows)
 
 
 @models.command()
@@ -433,21 +436,8 @@ def pull(names: tuple[str, ...]) -> None:
         click.echo(f"{name}: {path}")
 
 
-@cli.group()
-def keys() -> None:
-    """API keys."""
-
-
-@keys.command("new")
-@click.argument("name")
-@click.option("--admin", "kind", flag_value=ADMIN, help="For what is the operator's, too.")
-@click.option("--metrics", "kind", flag_value=METRICS, help="For /metrics alone: what a scraper needs.")
-def new_api_key(name: str, kind: str | None) -> None:
-    """Make an API key for NAME, to whom its jobs will belong. It is printed once and kept nowhere: what is stored, in
-    server.keys_file, is the line."""
-    key, line = new_key(name, kind or USER)
-    click.echo(f"key   {key}")
-    click.echo(f"{LABEL}  {line}")
+cli.add_command(keys)
+cli.add_command(programs)
 
 
 def _fetch(settings: Settings, names: tuple[str, ...] | list[str]) -> dict[str, Path]:
@@ -463,13 +453,6 @@ def _fetch(settings: Settings, names: tuple[str, ...] | list[str]) -> dict[str, 
 def _client(settings: Settings) -> closing[Client]:
     require_state_server(settings)
     return closing(Client(settings))
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as their widest cell."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 @contextmanager

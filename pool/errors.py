@@ -12,6 +12,7 @@
     ├── JobUnknown                no such id (never issued, or deleted)
     │   ├── JobErased             its owner had it deleted
     │   └── JobExpired            the job ended, and its result was kept as long as promised
+    ├── ProgramUnknown            no Program of the caller's has this id
     ├── JobNotCancellable         the job has already ended in another way
     ├── Stale                     a write with an old fence: the attempt is no longer ours
     └── GenerationFailed          after queueing: the job's terminal record says so too
@@ -117,6 +118,12 @@ class JobExpired(JobUnknown):
     def __init__(self, message: str, *, tenant: str | None = None) -> None:
         super().__init__(message)
         self.tenant = tenant
+
+
+class ProgramUnknown(GenpoolError):
+    """The caller has, and lately had, no Program of this id."""
+
+    code = "not_found"
 
 
 class JobNotCancellable(GenpoolError):

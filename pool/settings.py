@@ -171,6 +171,11 @@ class LimitSettings(Section):
         le=604_800,
         description="A job that has run this long fails. Time in which it waits for another worker does not count.",
     )
+    fail_fast_without_workers: bool = Field(
+        default=False,
+        description="Whether a request for a model that has no worker is answered 503 at once. Else it waits for one, "
+        "up to its queue timeout.",
+    )
     body_bytes: int = Field(default=8 * 2**20, ge=1024, le=2**30, description="Largest request body.")
 
 

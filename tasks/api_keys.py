@@ -3,10 +3,11 @@
 A key is 256 random bits, so its SHA-256 needs neither salt nor stretching. One line a key, in `server.keys_file` or,
 separated by `;`, in GENPOOL_API_KEYS:
 
-    NAME KIND sha256:HEX [pending=N]
+    NAME KIND sha256:HEX [pending=N] [max_priority=N] [min_deadline_seconds=S] [max_programs=N]
 
 KIND is `user`, `admin` (also what is the operator's) or `metrics` (/metrics alone). NAME is the tenant: jobs belong to
-it, and several keys may share it, so that one can replace another. `pending` replaces `limits.pending_per_key`.
+it, and several keys may share it, so that one can replace another. `pending` replaces `limits.pending_per_key`; the
+others bound what requests of Programs may ask for, and how many Programs of a model NAME may have.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pool.errors import ConfigurationError, InvalidRequest
+from pool.rules.programs.identity import MAX_PRIORITY
+from pool.rules.programs.metadata import MAX_DURATION_SECONDS
 from tasks.config import API_KEYS_VARIABLE, Settings
 
 log = logging.getLogger("genpool.keys")
@@ -38,32 +42,61 @@ LABEL = "line"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LINE = re.compile(
     rf"(?P<name>{_NAME.pattern})\s+(?P<kind>{'|'.join(KINDS)})\s+sha256:(?P<digest>[0-9a-f]{{64}})"
-    r"(?:\s+pending=(?P<pending>[1-9][0-9]{0,4}))?"
+    r"(?P<limits>(?:\s+[a-z_]+=[0-9.]+)*)"
 )
+_WHOLE = re.compile(r"0|[1-9][0-9]{0,9}")
+_SECONDS = re.compile(r"(?:0|[1-9][0-9]{0,8})(?:\.[0-9]{1,6})?")
+#: What a line may limit, with the least and the most of it.
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "pending": (1, MOST_PENDING),
+    "max_priority": (0, MAX_PRIORITY),
+    "min_deadline_seconds": (0, MAX_DURATION_SECONDS),
+    "max_programs": (1, 1_000_000),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What a key may. `pending`: generations of a model at once, None for the common limit; the others are about
+    Programs: the highest priority, the shortest deadline, and how many Programs of a model; None for any."""
+
+    pending: int | None = None
+    max_priority: int | None = None
+    min_deadline_seconds: float | None = None
+    max_programs: int | None = None
+
+    def words(self) -> list[str]:
+        """As they stand in a line."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return [f"{name}={f'{value:.6f}'.rstrip('0').rstrip('.')}" for name, value in given.items()]
+
+
+#: No limits of its own.
+ANY = KeyLimits()
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A stored key. `digest`: SHA-256 of the key; `pending`: its own limit, None for the common one."""
+    """A stored key. `digest`: SHA-256 of the key."""
 
     name: str
     kind: str
     digest: bytes
-    pending: int | None = None
+    limits: KeyLimits = ANY
 
     def __repr__(self) -> str:
         """Without the hash: this may end up in a log."""
         return f"ApiKey({self.name}, {self.kind})"
 
 
-def new_key(name: str, kind: str = USER) -> tuple[str, str]:
+def new_key(name: str, kind: str = USER, limits: KeyLimits = ANY) -> tuple[str, str]:
     """A fresh key, which nothing but its owner keeps, and the line to store. Raises InvalidRequest."""
     if not _NAME.fullmatch(name):
         raise InvalidRequest(
             "A key's name is 1 to 64 of letters, digits, '.', '_', '-', the first a letter or digit.", param="name"
         )
     key = f"gp-{secrets.token_urlsafe(32)}"
-    return key, f"{name} {kind} sha256:{digest_of(key).hex()}"
+    return key, " ".join([name, kind, f"sha256:{digest_of(key).hex()}", *limits.words()])
 
 
 def digest_of(key: str) -> bytes:
@@ -85,18 +118,33 @@ def parse_keys(text: str, origin: str) -> tuple[ApiKey, ...]:
                 "line to store; remove the word.",
                 param="server.keys_file",
             )
-        if match is None or int(match["pending"] or 1) > MOST_PENDING:
+        limits = _limits(match["limits"]) if match is not None else None
+        if match is None or limits is None:
+            bounds = ", ".join(f"{name} from {least:g} to {most:.15g}" for name, (least, most) in LIMITS.items())
             raise ConfigurationError(
-                f"{origin}, line {number}: must be NAME {'|'.join(KINDS)} sha256:HEX [pending=N], N at most "
-                f"{MOST_PENDING}, as `genpool keys new` prints it.",
+                f"{origin}, line {number}: must be NAME {'|'.join(KINDS)} sha256:HEX [LIMIT=N ...], each limit once "
+                f"({bounds}), as `genpool keys new` prints it.",
                 param="server.keys_file",
             )
         digest = bytes.fromhex(match["digest"])
         if digest in found:
             raise ConfigurationError(f"{origin}, line {number}: this key is there twice.", param="server.keys_file")
-        pending = int(match["pending"]) if match["pending"] else None
-        found[digest] = ApiKey(match["name"], match["kind"], digest, pending)
+        found[digest] = ApiKey(match["name"], match["kind"], digest, limits)
     return tuple(found.values())
+
+
+def _limits(text: str) -> KeyLimits | None:
+    """The limits behind a line's hash; None for words that are none."""
+    found: dict[str, Any] = {}
+    for name, _, value in (word.partition("=") for word in text.split()):
+        is_time = name.endswith("_seconds")
+        if name not in LIMITS or name in found or not (_SECONDS if is_time else _WHOLE).fullmatch(value):
+            return None
+        found[name] = float(value) if is_time else int(value)
+        least, most = LIMITS[name]
+        if not least <= found[name] <= most:
+            return None
+    return KeyLimits(**found)
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:

@@ -270,13 +270,16 @@ class ChoiceOutput:
 
 @dataclass(slots=True)
 class Finished:
-    """All choices of the job ended by themselves. Token counts are whole-job totals, replayed tokens included."""
+    """All choices of the job ended by themselves. Token counts are whole-job totals, replayed tokens included.
+    `cached_tokens`: of its prompt when it began, None where it never had to; `decode_s`: from its first token to its
+    last, None where an earlier attempt had drawn some of them."""
 
     job: str
     attempt: int
     outputs: tuple[ChoiceOutput, ...]
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None
+    decode_s: float | None = None
 
 
 @dataclass(slots=True)

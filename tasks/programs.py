@@ -7,10 +7,12 @@ them do at once does no harm (`pool/store/programs.py`).
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
 import traceback
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pool.errors import GenpoolError
@@ -18,18 +20,22 @@ from pool.program_settings import ProgramSettings
 from pool.store.connection import Client
 from pool.store.jobs import JobStore
 from pool.store.program_endings import Terms
+from pool.store.program_sights import Sight, sights
 from pool.store.program_upkeep import ProgramUpkeep
 from pool.store.programs import ProgramStore
 from tasks.config import Settings
 from tasks.program_homes import Homes, Newcomer
-from tasks.program_log import tell_calibration
+from tasks.program_log import Teller, tell_calibration
 from tasks.program_planning import Planner
+from tasks.program_ranks import RankKeeper
 from tasks.program_times import ArrivalTimes, Patience
 
 log = logging.getLogger("genpool.programs")
 
 #: What comes within this time of a turn is planned for together.
 GATHER_S = 0.01
+#: Longest sleep.
+MOST_IDLE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,8 @@ class Programs:
         self._woken: set[str] = set()
         self._event = threading.Event()
         self._stopping = False
+        #: When models are looked at again before their next tick.
+        self._again_s: dict[str, float] = {}
         #: What fails just now: models, "" for the state server.
         self._failing: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="genpool-programs", daemon=True)
@@ -110,8 +118,10 @@ class Programs:
     def _made(self, model: str) -> _Parts:
         store = ProgramStore(self._client, self._jobs, model, self._settings[model])
         upkeep = ProgramUpkeep(store, self._terms)
-        homes = Homes(store)
-        return _Parts(store, upkeep, homes, Patience(store), Planner(model, store, upkeep, homes, self._name))
+        homes, teller = Homes(store), Teller(model, store)
+        keeper = RankKeeper(store, upkeep, homes, teller, lease_ms=self._terms.lease_ms)
+        planner = Planner(store, upkeep, keeper, teller, name=self._name)
+        return _Parts(store, upkeep, homes, Patience(store), planner)
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -129,35 +139,54 @@ class Programs:
             self._thread.join()
 
     def _run(self) -> None:
-        next_tick_s = dict.fromkeys(self._settings, 0.0)
+        ticks_s = dict.fromkeys(self._settings, 0.0)
         while not self._stopping:
-            self._event.wait(max(0.0, min(next_tick_s.values(), default=1.0) - time.monotonic()))
+            at_s = min([*ticks_s.values(), *self._again_s.values()], default=math.inf)
+            self._event.wait(min(max(0.0, at_s - time.monotonic()), MOST_IDLE_S))
             self._event.clear()
             with self._lock:
                 woken, self._woken = self._woken, set()
             now_s = time.monotonic()
-            ticking = [model for model, at_s in next_tick_s.items() if at_s <= now_s]
+            woken |= {model for model, again_s in self._again_s.items() if again_s <= now_s}
+            ticking = {model for model, tick_s in ticks_s.items() if tick_s <= now_s}
             for model in ticking:
-                next_tick_s[model] = now_s + self._settings[model].metrics_interval_seconds
+                ticks_s[model] = now_s + self._settings[model].metrics_interval_seconds
             self.turn(ticking, woken)
             # Many changes in a row are one turn.
             time.sleep(GATHER_S)
 
-    def turn(self, ticking: list[str], woken: set[str]) -> None:
-        """Plan for these models. Whatever fails, the thread goes on: a state server that is away ends the turn,
-        anything else stays with the model it befell."""
+    def turn(self, ticking: Collection[str], woken: Collection[str] = ()) -> set[str]:
+        """Plan for these models; those that are to be looked at again before their next tick. Whatever fails, the
+        thread goes on: a state server that is away ends the turn, and ticks find what it left undone; anything else
+        stays with the model it befell."""
+        models = sorted({*ticking, *woken})
+        for model in models:
+            self._again_s.pop(model, None)
         try:
-            for model in dict.fromkeys([*ticking, *sorted(woken)]):
-                self._attempt(model, ticks=model in ticking)
+            for model, sight in zip(models, self._look(models), strict=True):
+                self._attempt(model, sight, ticks=model in ticking)
         except (GenpoolError, OSError) as error:
             self._failed("", type(error).__name__)
         else:
             self._failing.discard("")
+        return set(self._again_s)
 
-    def _attempt(self, model: str, *, ticks: bool) -> None:
+    def _look(self, models: Sequence[str]) -> Sequence[Sight | None]:
+        """These models in one trip; None where something is wrong with one of them: each by itself then."""
         try:
-            if self._of(model).planner.turn(ticks=ticks):
-                self.wake(model)
+            return sights(self._client, [self._of(model).store.keys for model in models])
+        except (GenpoolError, OSError):
+            raise
+        except Exception:  # noqa: BLE001 - see above
+            return [None] * len(models)
+
+    def _attempt(self, model: str, sight: Sight | None, *, ticks: bool) -> None:
+        try:
+            parts = self._of(model)
+            (sight,) = [sight] if sight is not None else sights(self._client, [parts.store.keys])
+            again_s = parts.planner.turn(sight, ticks=ticks)
+            if again_s is not None:
+                self._again_s[model] = time.monotonic() + again_s
         except (GenpoolError, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - see `turn`

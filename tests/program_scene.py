@@ -20,7 +20,7 @@ from pool.store.program_keys import ProgramKeys, program_id_of
 from pool.store.program_records import Arrival, Stored
 from pool.store.program_upkeep import ProgramUpkeep
 from pool.store.programs import Applied, Operation, ProgramStore, operations_of
-from tests.builders import LEASE_MS, RESULT_TTL_MS, completed, job_store, new_job
+from tests.builders import LEASE_MS, RESULT_TTL_MS, completed, job_store, new_job, swept_steadily
 
 TENANT = "acme"
 
@@ -51,7 +51,7 @@ class Scene:
     def __post_init__(self) -> None:
         self.jobs: JobStore = job_store(self.client, cap=1000)
         self.store = ProgramStore(self.client, self.jobs, "tiny", self.settings)
-        self.terms = Terms(self.max_deliveries, RESULT_TTL_MS, letters_kept=100)
+        self.terms = Terms(self.max_deliveries, RESULT_TTL_MS, letters_kept=100, lease_ms=self.lease_ms)
         self.upkeep = ProgramUpkeep(self.store, self.terms)
         self.keys: ProgramKeys = self.store.keys
 
@@ -135,8 +135,14 @@ class Scene:
         found = self.client.hgetall(self.keys.place(rank)["book"])
         return {name.decode(): value.decode() for name, value in found.items()}
 
+    def lose(self, rank: str, incarnation: str, *, leaves: bool = False) -> bool:
+        """A rank is lost, and no gap in the sweeps keeps it."""
+        swept_steadily(self.client)
+        return self.upkeep.lose(rank, incarnation, leaves=leaves)
+
     def due(self, kind: str, name: str) -> None:
-        """The Program's timer of this kind is due now."""
+        """The Program's timer of this kind is due now, and no gap in the sweeps puts it off."""
+        swept_steadily(self.client)
         self.client.zadd(self.keys.program_timers, {f"{kind}:{pid(name)}": 1}, xx=True)
 
     def state(self, ref: JobRef) -> str:

@@ -167,7 +167,8 @@ class System:
         self._delay_ms = delay_ms
         self._context_tokens = context_tokens
         self._api_ports: dict[str, int] = {}
-        self._sections = {name: {**values, **((sections or {}).get(name, {}))} for name, values in SECTIONS.items()}
+        given = sections or {}
+        self._sections = {name: {**SECTIONS.get(name, {}), **given.get(name, {})} for name in (*SECTIONS, *given)}
         self._models = {
             SCRIPTED: {"source": "random:1", "target_inflight": 8, **ROOMY, **(models or {}).get(SCRIPTED, {})},
             TINY: {"source": "random:7", "target_inflight": 8, **ROOMY, **(models or {}).get(TINY, {})},

@@ -5,7 +5,7 @@
 | /healthz, /health, /readyz | everybody |
 | /docs, /openapi.json, and / and /docs/, which lead there | everybody: browsers send no key, and these tell no secret |
 | /metrics | admin and metrics keys: the figures are about everybody's work |
-| /v1/admin/... | admin keys |
+| /v1/admin/..., /scheduling/diagnostics | admin keys |
 | anything else, also what does not exist | user and admin keys |
 
 What is open is decided by the rule that matched, so no way of writing a path opens another. Without configured keys
@@ -21,12 +21,13 @@ from flask import Flask, Request, g, request
 from pool.errors import JobExpired, JobUnknown
 from pool.store.ids import UNKNOWN, parse_ref
 from pool.store.jobs import View
-from tasks.api_keys import ADMIN, METRICS, USER, ApiKey, KeyRing
+from tasks.api_keys import ADMIN, ANY, METRICS, USER, ApiKey, KeyLimits, KeyRing
 from webapp.errors import InvalidApiKey, KeyNotAllowed
 from webapp.node import Node
 
 OPEN = frozenset({"/healthz", "/health", "/readyz", "/", "/docs", "/docs/", "/openapi.json"})
 ADMIN_PREFIX = "/v1/admin"
+ADMIN_PLACES = frozenset({ADMIN_PREFIX, "/scheduling/diagnostics"})
 #: Whose jobs are those that came without a key.
 NOBODY = "default"
 
@@ -34,11 +35,12 @@ NOBODY = "default"
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Whoever sent the request. `pending`: choices it may hold of a model (0: no limit of its own); `sees_all`: no keys
-    are configured, and every job is everybody's."""
+    are configured, and every job is everybody's; `limits`: of its key."""
 
     tenant: str
     pending: int = 0
     sees_all: bool = False
+    limits: KeyLimits = ANY
 
 
 def register_auth(app: Flask, ring: KeyRing, *, pending_per_key: int) -> None:
@@ -64,11 +66,12 @@ def admitted(request: Request, ring: KeyRing, pending_per_key: int) -> Caller:
     key = _key_of(request, ring)
     if key.kind not in _kinds_for(rule or "/" + request.path.lstrip("/")):
         raise KeyNotAllowed("This API key may not be used for this.")
-    return Caller(key.name, pending_per_key if key.pending is None else key.pending)
+    pending = key.limits.pending
+    return Caller(key.name, pending_per_key if pending is None else pending, limits=key.limits)
 
 
 def _kinds_for(place: str) -> tuple[str, ...]:
-    if place == ADMIN_PREFIX or place.startswith(f"{ADMIN_PREFIX}/"):
+    if place in ADMIN_PLACES or place.startswith(f"{ADMIN_PREFIX}/"):
         return (ADMIN,)
     return (ADMIN, METRICS) if place == "/metrics" else (ADMIN, USER)
 

@@ -25,6 +25,7 @@ from pool.errors import (
     JobNotCancellable,
     JobUnknown,
     KeyConflict,
+    ProgramUnknown,
     QueueFull,
     Refused,
     StateUnavailable,
@@ -70,6 +71,12 @@ class TooManyWaiting(Refused):
     code = "too_many_waiting"
 
 
+class NoWorker(Refused):
+    """The model has no worker, and requests are not to wait for one."""
+
+    code = "no_worker"
+
+
 class NotReady(GenpoolError):
     """This node cannot serve everything it should; `missing` names what is not there."""
 
@@ -108,10 +115,12 @@ _STATUS: tuple[tuple[type[GenpoolError], int], ...] = (
     (QueueFull, 429),
     (StateUnavailable, 503),
     (TooManyWaiting, 503),
+    (NoWorker, 503),
     (NotReady, 503),
     (KeyConflict, 409),
     (JobExpired, 410),
     (JobUnknown, 404),
+    (ProgramUnknown, 404),
     (JobNotCancellable, 400),
     (StillRunning, 504),
     (ClientGone, 499),
@@ -186,6 +195,8 @@ def answer_for(error: GenpoolError, *, job: str | None = None, keyed: bool = Fal
         headers |= {"Retry-After": str(min(error.retry_after_s, 120)), "x-should-retry": "true"}
     elif isinstance(error, StateUnavailable | TooManyWaiting):
         headers |= {"Retry-After": "1", "x-should-retry": "true"}
+    elif isinstance(error, NoWorker):
+        headers |= {"Retry-After": LATER_S, "x-should-retry": "true"}
     elif isinstance(error, InvalidApiKey):
         headers["WWW-Authenticate"] = 'Bearer realm="genpool"' + (', error="invalid_token"' if error.sent else "")
     elif isinstance(error, NotReady):

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 
 from flask import current_app
 
-from pool.errors import StateUnavailable
+from pool.errors import ProgramUnknown, StateUnavailable
 from pool.store.jobs import AT_ONCE_S, JobStore
 from pool.store.records import NewJob
 from tasks.config import Settings
 from tasks.maintenance import Maintenance
+from tasks.program_intake import Entrance, ProgramIntake
+from tasks.programs import Programs
 from tasks.services import Services, open_services
 from tasks.vocabulary import Vocabulary
 from webapp.errors import TooManyWaiting
@@ -107,11 +109,12 @@ class Node:
 
         return vocabulary
 
-    def submit(self, job: NewJob, *, key: str | None = None) -> None:
-        """Store a job. While the state server refuses connections (a restart takes a moment) the same job is sent
-        again, which is safe; not while it hangs, the caller has waited enough then. If that does not help, the job is
-        cancelled as soon as the server is back, since it may be there and only the reply got lost: a client may resend
-        after a 503. A job with an Idempotency-Key stays, because the resend will find it.
+    def submit(self, job: NewJob, *, entrance: Entrance | None = None, key: str | None = None) -> None:
+        """Store a job; `entrance`: of a Program's. While the state server refuses connections (a restart takes a
+        moment) the same job is sent again, which is safe; not while it hangs, the caller has waited enough then. If
+        that does not help, the job is cancelled as soon as the server is back, since it may be there and only the
+        reply got lost: a client may resend after a 503. A job with an Idempotency-Key stays, because the resend will
+        find it.
 
         Raises QueueFull and StateUnavailable.
         """
@@ -119,7 +122,7 @@ class Node:
         while True:
             began_s = time.monotonic()
             try:
-                return self.store.submit(job, key=key)
+                return self._submit(job, entrance, key)
             except StateUnavailable:
                 hangs = time.monotonic() - began_s > AT_ONCE_S
                 pause_s = None if hangs else next(pauses_s, None)
@@ -128,6 +131,22 @@ class Node:
                         self.waits.abandon_later(job.ref)
                     raise
             time.sleep(pause_s)
+
+    def _submit(self, job: NewJob, entrance: Entrance | None, key: str | None) -> None:
+        if entrance is None:
+            self.store.submit(job, key=key)
+        else:
+            self.intake().submit(job, entrance, key=key)
+
+    def intake(self) -> ProgramIntake:
+        """The way in for requests of Programs, where those are on."""
+        return ProgramIntake(self.programs())
+
+    def programs(self) -> Programs:
+        """This process's Programs. Raises ProgramUnknown where they are off."""
+        if self.services.programs is None:
+            raise ProgramUnknown("Programs are off here ([programs] enabled).", code="programs_off")
+        return self.services.programs
 
     def close(self) -> None:
         """End the reader, the planner and the connections."""

@@ -18,7 +18,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from webapp.auth import OPEN
-from webapp.schemas import answers, chat, completions, responses
+from webapp.node import EXTENSION
+from webapp.schemas import answers, chat, completions, programs, responses
 from webapp.schemas.dialect import Neutral
 
 VERSION = "3.1.0"
@@ -30,15 +31,17 @@ ERRORS = {
     "400": "A field is wrong; `param` names it. Or what is to be cancelled has already ended.",
     "401": "No key, or a wrong one.",
     "403": "This key may not do that.",
-    "404": "There is no such model or generation.",
+    "404": "There is no such model, generation or Program.",
     "409": "The Idempotency-Key stands for another request. Or the chat completion or completion that was waited for "
     "was cancelled; a response then answers 200 with `status: cancelled`.",
     "410": "The generation has ended and is no longer stored.",
     "413": "The body is too large.",
     "415": "The body is not plain JSON.",
-    "429": "The queue is full, or a time limit passed in it; nothing stays enqueued. See Retry-After.",
+    "429": "The queue is full, the key's owner has too many Programs, or a time limit passed in the queue; nothing "
+    "stays enqueued. See Retry-After.",
     "500": "The engine failed.",
-    "503": "The state server is away, or this node is full or not ready; nothing stays enqueued. See Retry-After.",
+    "503": "The state server is away, this node is full or not ready, or no worker is there and requests are not to "
+    "wait for one; nothing stays enqueued. See Retry-After.",
     "504": "A time limit has passed; or it has not ended in time, or this node stops, and the generation `id` goes on. "
     "`x-should-retry: false`.",
 }
@@ -47,34 +50,43 @@ ERRORS = {
 @dataclass(frozen=True)
 class Operation:
     """What a view takes and gives. `answer`: a model of the JSON, or another media type; `unsupported`: options of the
-    body that are accepted at neutral values only."""
+    body that are accepted at neutral values only; `generates`: its body is a request for a generation, and required."""
 
     answer: type[BaseModel] | str
     body: type[BaseModel] | None = None
     unsupported: Mapping[str, Neutral] | None = None
     query: type[BaseModel] | None = None
     stream: str = ""
+    generates: bool = False
 
 
 OPERATIONS: Mapping[str, Operation] = {
     "responses.create": Operation(
-        answers.Response, responses.ResponsesRequest, responses.UNSUPPORTED_HERE, stream="Numbered response events."
+        answers.Response,
+        responses.ResponsesRequest,
+        responses.UNSUPPORTED_HERE,
+        stream="Numbered response events.",
+        generates=True,
     ),
     "responses.read": Operation(answers.Response, query=responses.ReplayQuery, stream="Numbered response events."),
     "responses.cancel": Operation(answers.Response),
     "responses.delete": Operation(answers.Deleted),
     "responses.items": Operation(answers.InputItems, query=responses.ItemsQuery),
     "chat.create": Operation(
-        answers.ChatCompletion, chat.ChatRequest, chat.UNSUPPORTED_HERE, stream="Chunks, then `[DONE]`."
+        answers.ChatCompletion, chat.ChatRequest, chat.UNSUPPORTED_HERE, stream="Chunks, then `[DONE]`.", generates=True
     ),
     "completions.create": Operation(
         answers.Completion,
         completions.CompletionRequest,
         completions.UNSUPPORTED_HERE,
         stream="Chunks, then `[DONE]`.",
+        generates=True,
     ),
     "models.catalogue": Operation(answers.Models),
     "models.one": Operation(answers.Model),
+    "programs.one": Operation(answers.Program),
+    "programs.finish": Operation(answers.FinishedProgram, programs.FinishRequest),
+    "programs.diagnostics": Operation(answers.Diagnostics, query=programs.DiagnosticsQuery),
     "health.healthz": Operation(answers.Health),
     "health.readyz": Operation(answers.Health),
     "docs.page": Operation("text/html"),
@@ -103,7 +115,7 @@ def document(app: Flask) -> dict[str, Any]:
         },
         "paths": dict(sorted(paths.items())),
         "components": {
-            "schemas": _schemas(),
+            "schemas": _schemas(programs.described(app.extensions[EXTENSION].settings.programs)),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
@@ -122,7 +134,8 @@ def _operation(endpoint: str, path: str, doc: str, operation: Operation) -> dict
     if path in OPEN:
         described["security"] = []
     if operation.body is not None:
-        described["requestBody"] = {"required": True, "content": _json(operation.body)}
+        described["requestBody"] = {"required": operation.generates, "content": _json(operation.body)}
+    if operation.generates:
         described["parameters"].append(
             {
                 "name": "Idempotency-Key",
@@ -169,7 +182,7 @@ def _query_parameters(operation: Operation) -> Iterator[dict[str, Any]]:
         yield {"name": name, "in": "query", "schema": schema | (kinds[0] if kinds else {})}
 
 
-def _schemas() -> dict[str, Any]:
+def _schemas(of_programs: Mapping[str, Any]) -> dict[str, Any]:
     models: list[type[BaseModel]] = [answers.Error]
     for operation in OPERATIONS.values():
         models += [
@@ -182,6 +195,8 @@ def _schemas() -> dict[str, Any]:
     for operation in OPERATIONS.values():
         if operation.body is not None:
             _describe_body(schemas[operation.body.__name__], list(operation.unsupported or ()))
+        if operation.body is not None and operation.generates:
+            schemas[operation.body.__name__]["properties"] |= of_programs
     return schemas
 
 

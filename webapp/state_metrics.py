@@ -14,11 +14,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from pool.errors import StateUnavailable
+from pool.program_settings import ProgramSettings
 from pool.store.memory import Memory, memory_of
+from pool.store.program_figures import ProgramSurvey, program_survey
 from pool.store.ranks import Rank, RankRegistry
 from pool.store.totals import BOUNDS_MS, Histogram, Survey, surveys
 from webapp.engine_metrics import OTHER, engine_families
 from webapp.node import Node
+from webapp.program_metrics import program_families
 
 #: Codes of failed jobs that are shown; another one is `other`.
 CODES = (
@@ -41,12 +44,21 @@ class StateCollector(Collector):
             found = surveys(client, models)
             ranks = {model: RankRegistry(client, model).live() for model in models}
             memory = memory_of(client)
+            programs = self._programs()
         except StateUnavailable:
             up.add_metric([], 0)
             return [up]
         up.add_metric([], 1)
         state = (*_memory(memory), *_held(found), *_ranks(ranks), *_passed(found), *_times(found))
-        return [up, *state, *engine_families(ranks)]
+        return [up, *state, *engine_families(ranks), *program_families(programs)]
+
+    def _programs(self) -> dict[str, tuple[ProgramSurvey, ProgramSettings]]:
+        """Of all models, where Programs are on. Raises StateUnavailable."""
+        settings, client = self._node.settings, self._node.services.client
+        if not settings.programs.enabled:
+            return {}
+        of_models = {model: settings.programs.of_model(model) for model in settings.models}
+        return {model: (program_survey(client, model, own), own) for model, own in of_models.items()}
 
 
 def _memory(memory: Memory) -> Iterable[Metric]:

@@ -12,12 +12,16 @@ from typing import Any
 from flask import Request
 
 from pool.errors import GenpoolError, InvalidRequest, StateUnavailable
+from pool.rules.programs.claims import Claim
 from pool.store.ids import JobRef, parse_ref
 from pool.store.jobs import View
 from pool.store.keys import END_ONLY
+from pool.store.ranks import RankRegistry
 from pool.store.records import NewJob
 from tasks.payloads import GenerationRequest
+from tasks.program_intake import Entrance
 from webapp.auth import current_caller
+from webapp.errors import NoWorker
 from webapp.node import Node
 from webapp.waits import Waiter
 
@@ -37,7 +41,8 @@ class IdempotencyKey:
 @dataclass(frozen=True, slots=True)
 class Order:
     """A request and how its job is to be kept. `params`: what answers echo; `names`: what this door calls the request's
-    own fields, for errors that the model's limits cause; `timeouts` (ms): the job's own time limits."""
+    own fields, for errors that the model's limits cause; `timeouts` (ms): the job's own time limits; `claim`: the
+    Program it belongs to."""
 
     door: str
     request: GenerationRequest
@@ -47,6 +52,7 @@ class Order:
     names: Mapping[str, str] = field(default_factory=dict)
     timeouts: Mapping[str, int] = field(default_factory=dict)
     key: IdempotencyKey | None = None
+    claim: Claim | None = None
 
     @property
     def cancels(self) -> bool:
@@ -69,6 +75,10 @@ def idempotency_key(request: Request, body: Mapping[str, Any]) -> IdempotencyKey
     return IdempotencyKey(value, hashlib.sha256(canonical.encode()).hexdigest())
 
 
+#: A job to store, and how it comes in where it is a Program's.
+Coming = tuple[NewJob, Entrance | None]
+
+
 def submit_and_wait(node: Node, order: Order, *, follows: bool) -> tuple[Waiter, View]:
     """Store a job with a waiter registered first; the view shows it right after, and the waiter goes on from there.
     `follows`: it shall hear of each token as it comes, not only of the end.
@@ -76,10 +86,10 @@ def submit_and_wait(node: Node, order: Order, *, follows: bool) -> tuple[Waiter,
     Raises what `Submitter.prepare` and `Node.submit` raise; then nothing stays enqueued.
     """
     watch = node.waits.node_id if follows else node.waits.node_id + END_ONLY
-    job = _prepare(node, order, watch=watch, reader_ms=0 if order.background else node.waits.hold_ms)
+    job, entrance = _prepare(node, order, watch=watch, reader_ms=0 if order.background else node.waits.hold_ms)
     waiter = node.waits.open(job.ref)
     try:
-        view = _store(node, job, order.key)
+        view = _store(node, job, entrance, order.key)
     except GenpoolError:
         waiter.close()
         raise
@@ -90,23 +100,40 @@ def submit_and_wait(node: Node, order: Order, *, follows: bool) -> tuple[Waiter,
 
 def submit_unwatched(node: Node, order: Order) -> View:
     """Store a job that nobody here waits for. Raises as `submit_and_wait` does."""
-    return _store(node, _prepare(node, order, watch="", reader_ms=0), order.key)
+    job, entrance = _prepare(node, order, watch="", reader_ms=0)
+    return _store(node, job, entrance, order.key)
 
 
-def _prepare(node: Node, order: Order, *, watch: str, reader_ms: int) -> NewJob:
-    job = _build(node, order, watch=watch, reader_ms=reader_ms)
+def _prepare(node: Node, order: Order, *, watch: str, reader_ms: int) -> Coming:
+    job, entrance = _build(node, order, watch=watch, reader_ms=reader_ms)
     if order.key is None:
-        return job
+        _check_worker(node, job)
+        return job, entrance
     result_ttl_ms = node.settings.state.result_ttl_seconds * 1000
     ttl_ms = job.queue_timeout_ms + job.run_timeout_ms + result_ttl_ms + job.tombstone_ms + KEY_SLACK_MS
     bound = node.store.claim(job.tenant, order.key.value, job.ref, body_hash=order.key.body_hash, ttl_ms=ttl_ms)
-    return job if bound is None else replace(job, ref=parse_ref(bound), task_id=bound)
+    if bound is not None:
+        return replace(job, ref=parse_ref(bound), task_id=bound), entrance
+    try:
+        _check_worker(node, job)
+    except NoWorker:
+        node.store.release(job, order.key.value)
+        raise
+    return job, entrance
 
 
-def _build(node: Node, order: Order, *, watch: str, reader_ms: int) -> NewJob:
+def _check_worker(node: Node, job: NewJob) -> None:
+    """Raise NoWorker where a job shall not wait for a worker that is not there."""
+    if not node.settings.limits.fail_fast_without_workers:
+        return
+    if not RankRegistry(node.services.client, job.ref.model).live():
+        raise NoWorker(f"{job.ref.model} has no worker at the moment.")
+
+
+def _build(node: Node, order: Order, *, watch: str, reader_ms: int) -> Coming:
     caller = current_caller()
     try:
-        return node.services.submitter.prepare(
+        job = node.services.submitter.prepare(
             order.request,
             door=order.door,
             tenant=caller.tenant,
@@ -118,13 +145,14 @@ def _build(node: Node, order: Order, *, watch: str, reader_ms: int) -> NewJob:
             reader_ms=reader_ms,
             **order.timeouts,
         )
+        return (job, None) if order.claim is None else node.intake().prepare(job, order.claim, caller.limits)
     except InvalidRequest as error:
         error.param = order.names.get(error.param or "", error.param)
         raise
 
 
-def _store(node: Node, job: NewJob, key: IdempotencyKey | None) -> View:
-    node.submit(job, key=None if key is None else key.value)
+def _store(node: Node, job: NewJob, entrance: Entrance | None, key: IdempotencyKey | None) -> View:
+    node.submit(job, entrance=entrance, key=None if key is None else key.value)
     with _nothing_left_behind(node, job.ref, keyed=key is not None):
         if key is not None and job.watch:
             # The job may be an earlier request's, whose reader is gone: this node is one now, and must hear of it.

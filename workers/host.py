@@ -214,6 +214,7 @@ class Host:
             gate=self._gate,
             on_begun=self._begun,
             on_left=self._left,
+            programs=self._services.programs,
         )
         self._ranks[model] = rank
         try:

@@ -17,7 +17,7 @@ from pool.store.connection import Client, connect, unable
 from pool.store.delivery import Delivery
 from pool.store.handouts import Entry, Handout
 from pool.store.ranks import Card
-from pool.store.trials import ALL_ALONE, AMONG_OTHERS, AMONG_PROVEN, keep, survived
+from pool.store.trials import ALL_ALONE, AMONG_OTHERS, AMONG_PROVEN, survived
 from tasks.payloads import PROMPT, GenerationOptions
 from tasks.ports import Failed, Generation, Runner, TokenIds
 from tasks.submission import check_sampling, fit, tokenize
@@ -201,9 +201,8 @@ class Intake:
         now_s = time.monotonic()
         if not self._alone or now_s < self._next_keep_s:
             return
-        delivery = self._delivery
-        self._alone = deque(keep(delivery.reader, delivery.keys, delivery.rank, self._alone))
-        self._next_keep_s = now_s + KEEP_LEASES * delivery.lease_ms / 1000
+        self._alone = deque(self._delivery.keep(self._alone))
+        self._next_keep_s = now_s + KEEP_LEASES * self._delivery.lease_ms / 1000
 
     def _begin(self, entries: list[Entry]) -> None:
         self._unanswered |= {entry.token: entry for entry in entries}
@@ -281,6 +280,7 @@ class Intake:
         options = GenerationOptions.model_validate_json(handout.options)
         check_sampling(options.sampling, self._card, self._vocabulary)
         ids = np.frombuffer(handout.prompt, dtype="<i4") if handout.prompt else self._tokenized(handout)
+        placement = handout.lease.placement
         return Generation(
             job=handout.lease.token,
             attempt=handout.lease.attempt,
@@ -290,6 +290,7 @@ class Intake:
             seed=handout.seed,
             n=handout.n,
             tenant=handout.tenant,
+            holder="" if placement is None else placement.program,
             replay=handout.replay,
         )
 

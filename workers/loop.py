@@ -100,6 +100,7 @@ class BatchingLoop:
             store=OffloadStore(offload, clock=clock, wake=self._ring) if self._offloads else None,
             prefill_seconds=prefill_seconds,
         )
+        self._holders = residence.holders
         self._scheduler = Scheduler(engine, residence, self.figures, slots=self.effective_limit())
         self._inbox: deque[_Submitted | _Stop | _Drop | Hint] = deque()
         self._desk = HintDesk()
@@ -263,7 +264,7 @@ class BatchingLoop:
         for hint in self._hints:
             self._desk.close(hint.expired())
         self._hints.clear()
-        self._scheduler.close()
+        self._holders.close()
         self._account(self._scheduler.report())
         self.figures.see(self.engine.kv_usage())
         self._publish()
@@ -314,7 +315,7 @@ class BatchingLoop:
     def _carried_out(self, hint: Hint) -> bool:
         """Whether the hint has ended, well or not."""
         if self.figures.clock() > hint.expires_s:
-            self._scheduler.abandon(hint)
+            self._holders.abandon(hint)
             result: HintResult | None = hint.expired()
         else:
             result = self._scheduler.apply(hint)
@@ -327,7 +328,7 @@ class BatchingLoop:
 
     def _publish(self) -> None:
         """Let others see who has what."""
-        news = self._scheduler.holdings()
+        news = self._holders.news(self.figures.usage)
         if news is not None:
             self._holdings = news
 

@@ -25,6 +25,7 @@ from pool.store.delivery import BATCH, Delivery
 from pool.store.handouts import Ending, Handout, Lease, Write, Written, failed
 from pool.store.keys import wants_tokens
 from pool.store.log import MAX_ENTRY_TOKENS, LogEntry
+from pool.store.placements import Outcome
 from pool.store.records import Output
 from pool.store.trials import survived
 from tasks.ports import Event, Finished, Runner, Stopped, Tokens
@@ -137,6 +138,8 @@ class Watchdog:
 
 #: Called in the outlet's thread when a job has left the rank, with its state and, when it ended here, how.
 OnLeft = Callable[[Handout, str, Ending | None], None]
+#: What a completed job tells of its Program, None for a job of none. In the outlet's thread.
+OutcomeOf = Callable[[Handout, Finished], Outcome | None]
 
 
 class Outlet:
@@ -152,6 +155,7 @@ class Outlet:
         stall_timeout_s: float,
         on_left: OnLeft,
         engine: str = "",
+        outcome_of: OutcomeOf = lambda *_: None,
     ) -> None:
         self._delivery = delivery
         self._runner = runner
@@ -159,6 +163,7 @@ class Outlet:
         self._renew_s = renew_ms / 1000
         self._on_left = on_left
         self._engine = engine
+        self._outcome_of = outcome_of
         self._events: deque[Event | Held] = deque()
         self._held: dict[str, Held] = {}
         #: Lost to the sweep, while this rank lives.
@@ -314,6 +319,7 @@ class Outlet:
                 self._unsent_tokens += len(event.token_ids)
             elif isinstance(event, Finished):
                 held.ending = _ending(event, self._engine)
+                held.ending.outcome = self._outcome_of(held.handout, event)
             else:
                 held.ending = failed(event.code, event.message)
 
@@ -424,6 +430,6 @@ def _ending(event: Finished, engine: str) -> Ending:
         state=jobs.state_of(tuple(output.finish_reason for output in event.outputs)),
         outputs=tuple(Output(o.text, o.finish_reason, o.tokens) for o in event.outputs),
         prompt_tokens=event.prompt_tokens,
-        cached_tokens=event.cached_tokens,
+        cached_tokens=event.cached_tokens or 0,
         engine=engine,
     )

@@ -1,7 +1,7 @@
 """A rank: one loaded copy of a model in this process, from the engine to the registry.
 
-Threads: the engine's (batching loop), the intake's (blocking reads), the outlet's (writes, leases), and the registrar's
-(heartbeat, hints about held jobs).
+Threads: the engine's (batching loop), the intake's (blocking reads), the outlet's (writes, leases), the registrar's
+(heartbeat, hints about held jobs), and where Programs are scheduled the seat's (workers/program_seat.py).
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from pool.store.connection import connect
 from pool.store.delivery import Delivery
 from pool.store.handouts import Ending, Handout
 from pool.store.keys import node_channel
+from pool.store.placements import Outcome
+from pool.store.rank_delivery import RankDelivery
 from pool.store.ranks import Card, RankRegistry
 from tasks.config import Settings, offload_folder, state_url
-from tasks.ports import Engine
+from tasks.ports import Engine, Finished
+from tasks.programs import Programs
 from workers.engines import load_engine
 from workers.intake import Intake, reading_client
 from workers.loop import BatchingLoop
 from workers.offload import OffloadBudget
 from workers.outlet import STATE_ERRORS, Outlet
+from workers.program_residence import ProgramResidence
+from workers.program_seat import ProgramSeat
 from workers.trials import TrialGate
 from workers.weights import ensure_weights
 
@@ -63,6 +68,7 @@ class Rank:
         gate: TrialGate,
         on_begun: OnBegun,
         on_left: OnLeft,
+        programs: Programs | None = None,
     ) -> None:
         self.model = model
         self.state = LOADING
@@ -76,10 +82,12 @@ class Rank:
         self._gate = gate
         self._on_begun = on_begun
         self._on_left = on_left
+        self._programs = programs
+        self._seat: ProgramSeat | None = None
         url = state_url(settings)
         self._reader = reading_client(url)
         self._writer = connect(url, max_connections=1)
-        self._registrar = connect(url, max_connections=2)
+        self._registrar = connect(url, max_connections=3)
         self._registry = RankRegistry(self._registrar, model)
         self._stopping = threading.Event()
         self._started = False
@@ -144,14 +152,7 @@ class Rank:
             prefill_seconds=partial(prefill_seconds, self._settings.programs.of_model(self.model).prefill_cost_model),
         )
         self._claim_id()
-        delivery = Delivery(
-            reader=self._reader,
-            writer=self._writer,
-            model=self.model,
-            rank=self._id,
-            lease_ms=self._lease_ms,
-            result_ttl_ms=self._settings.state.result_ttl_seconds * 1000,
-        )
+        delivery = self._deliver()
         delivery.heal()
         self._outlet = Outlet(
             delivery,
@@ -161,7 +162,9 @@ class Rank:
             stall_timeout_s=self._settings.worker.stall_timeout_seconds,
             on_left=self._left,
             engine=self._card.fingerprint if able.batch_invariant else "",
+            outcome_of=self._outcome,
         )
+        self._sit(delivery)
         self._intake = Intake(
             delivery,
             self._loop,
@@ -175,8 +178,38 @@ class Rank:
         self._loop.start(self._outlet)
         self._outlet.start()
         self._thread.start()
+        if self._seat is not None:
+            self._seat.start()
         self._intake.start()
         self._started = True
+
+    def _deliver(self) -> Delivery:
+        """What this rank reads: where Programs are scheduled, its own stream too."""
+        given: dict[str, Any] = {
+            "reader": self._reader,
+            "writer": self._writer,
+            "model": self.model,
+            "rank": self._id,
+            "lease_ms": self._lease_ms,
+            "result_ttl_ms": self._settings.state.result_ttl_seconds * 1000,
+        }
+        return Delivery(**given) if self._programs is None else RankDelivery(**given, incarnation=self._incarnation)
+
+    def _sit(self, delivery: Delivery) -> None:
+        """Take the rank's seat, before anything is read."""
+        if self._programs is None or not isinstance(delivery, RankDelivery):
+            return
+        settings = self._programs.settings_of(self.model)
+        assert settings is not None, "Programs are on"
+        self._seat = ProgramSeat(
+            self._programs,
+            settings,
+            delivery,
+            ProgramResidence(self._loop, self._outlet.held, on_pause=settings.on_pause),
+            registered=self._beat,
+            keep_s=self._settings.worker.renew_seconds,
+        )
+        self._seat.take()
 
     def _claim_id(self) -> None:
         """Register under the node's name, or `name-2`, ... when a living process of that name serves the model."""
@@ -228,8 +261,8 @@ class Rank:
 
     def broken(self) -> bool:
         """Whether a thread of a serving rank has died: the process must end, so that its leases do."""
-        parts = (self._loop, self._intake, self._outlet) if self.state == LOADED else ()
-        return any(not part.is_alive() for part in parts)
+        parts = (self._loop, self._intake, self._outlet, self._seat) if self.state == LOADED else ()
+        return any(not part.is_alive() for part in parts if part is not None)
 
     def stalled(self) -> bool:
         """Whether the engine's thread hangs: only the end of the process helps."""
@@ -247,6 +280,9 @@ class Rank:
             return
         self.state = DRAINING
         self._intake.stop()
+        if self._seat is not None:
+            # Programs go elsewhere now; what runs of them may still end here.
+            self._seat.leave()
         self._drain_until_s = time.monotonic() + grace_s
         log.info("%s: draining; %d generations may finish for %g s", self.model, len(self._outlet.held()), grace_s)
         while self._outlet.held() and time.monotonic() < self._drain_until_s:
@@ -256,6 +292,8 @@ class Rank:
         # Again, for what the state server was not there to take when reading stopped.
         self._intake.give_back()
         self._gate.part(self._outlet)
+        if self._seat is not None:
+            self._seat.stop()
         self._stopping.set()
         self._thread.join()
         try:
@@ -270,11 +308,18 @@ class Rank:
     # -- callbacks and the registrar's thread ------------------------------------------------------------------------
 
     def _begun(self, handout: Handout) -> None:
+        if self._seat is not None:
+            self._seat.begun(handout)
         self._on_begun(handout, self.model)
 
     def _left(self, handout: Handout, state: str, ending: Ending | None) -> None:
         self._intake.room()
+        if self._seat is not None:
+            self._seat.left(handout, ending)
         self._on_left(handout, state, ending)
+
+    def _outcome(self, handout: Handout, finished: Finished) -> Outcome | None:
+        return None if self._seat is None else self._seat.outcome(handout, finished)
 
     def _beat(self) -> bool:
         return self._registry.beat(self._id, self._incarnation, lease_ms=self._lease_ms, facts=self.facts())

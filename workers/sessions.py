@@ -56,6 +56,7 @@ class Session:
     #: The most positions it has held, and how many steps have found its KV gone since it got that far.
     furthest: int = 0
     misses: int = 0
+    first_token_s: float | None = None
     last_token_s: float | None = None
     output: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
@@ -169,8 +170,18 @@ class Job:
         """The job's end, once all choices have theirs."""
         generation = self.generation
         outputs = tuple(session.result() for session in self.sessions)
-        cached = max(self.leader.cached, 0)
-        return Finished(generation.job, generation.attempt, outputs, len(generation.prompt), cached)
+        cached = self.leader.cached if self.leader.cached >= 0 else None
+        return Finished(
+            generation.job, generation.attempt, outputs, len(generation.prompt), cached, decode_s=self._decode_s()
+        )
+
+    def _decode_s(self) -> float | None:
+        """From the first token that any choice drew to the last."""
+        if any(self.generation.replay):
+            return None
+        began_s = [session.first_token_s for session in self.sessions if session.first_token_s is not None]
+        ended_s = [session.last_token_s for session in self.sessions if session.last_token_s is not None]
+        return max(ended_s) - min(began_s) if began_s and ended_s else None
 
 
 def _session(

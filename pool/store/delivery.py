@@ -22,7 +22,7 @@ from pool.store.inputs import fetch
 from pool.store.keys import GROUP, ModelKeys, node_channel
 from pool.store.log import pack
 from pool.store.scripts import Command, run_many, run_stream, script
-from pool.store.trials import ALL_ALONE, AMONG_OTHERS
+from pool.store.trials import ALL_ALONE, AMONG_OTHERS, keep
 
 #: Position of the logged tokens in begin's reply.
 _LOGGED = 8
@@ -75,9 +75,7 @@ class Delivery:
                 self._reader_id = int(self.reader.client_id())
                 if pending:
                     return pending
-            reply = self.reader.xreadgroup(
-                GROUP, self.rank, {self.keys.queue: ">"}, count=min(room, BATCH), block=block_ms
-            )
+            return self._read_new(room, block_ms)
         except redis.exceptions.ResponseError as error:
             if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise
@@ -86,6 +84,10 @@ class Delivery:
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
             self._reader_id = None
             raise
+
+    def _read_new(self, room: int, block_ms: int) -> list[Entry]:
+        """What nobody has read yet."""
+        reply = self.reader.xreadgroup(GROUP, self.rank, {self.keys.queue: ">"}, count=min(room, BATCH), block=block_ms)
         return self._entries(reply[0][1]) if reply else []
 
     def _pending(self) -> list[Entry]:
@@ -135,6 +137,10 @@ class Delivery:
     def begin_alone(self, entry: Entry, alone: int = ALL_ALONE) -> Handout | Entry | None:
         """Begin a job on trial by itself. The entry again: the rank must be emptier; None: it went elsewhere."""
         return next(iter(list(self.begin([entry], alone=alone))), None)
+
+    def keep(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Hold on to entries that were read and cannot begin yet; those that are still this rank's, in order."""
+        return keep(self.reader, self.keys, self.rank, entries)
 
     def _read_input(self, handout: Handout, blocks: bytes, prompt_blocks: bytes) -> None:
         """Complete a hand-out whose input lies in blocks: the prompt, or else the input as it was given."""

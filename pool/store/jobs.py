@@ -93,9 +93,9 @@ class JobStore:
             code, *detail = offer(range(len(stored.blocks)))
         if code == b"expired":
             raise JobExpired("This generation has ended and is no longer stored.")
-        if code in (b"full", b"crowded", b"refused"):
+        if code in (b"full", b"crowded", b"many", b"refused"):
             if key is not None:
-                self._release(job, key)
+                self.release(job, key)
             raise shortage or refusal(job, code, detail, self._pending_per_model)
 
     def _timely(self, build: Callable[[int], Command]) -> list[Any]:
@@ -211,8 +211,8 @@ class JobStore:
             raise KeyConflict("This Idempotency-Key was used before, for another request.", param="Idempotency-Key")
         return bound[0].decode() if code == b"same" else None
 
-    def _release(self, job: NewJob, key: str) -> None:
-        """The opposite of `claim`, for a job whose id is used up."""
+    def release(self, job: NewJob, key: str) -> None:
+        """The opposite of `claim`, for a job whose id is used up, or that is not submitted after all."""
         self._run(script("release_key")(key=idempotency_key(job.tenant, key), job=str(job.ref)))
 
     def notify(self, token: str, *, watch: str, rank: str) -> None:

@@ -10,7 +10,7 @@ from pool.rules.programs.windows import RequestSample
 from pool.store.scripts import Value
 
 #: Fields of the record as program_begin replies them.
-PLACED = ("gen", "epoch", "prompt", "ctx", "shared", "fresh_ms", "rounds", "segment", "completed")
+PLACED = ("gen", "epoch", "prompt", "ctx", "shared", "fresh_ms", "rounds", "segment", "finish_ms", "activated_ms")
 
 
 @dataclass(slots=True)
@@ -18,8 +18,9 @@ class Placement:
     """The place that a job was sent to, as far as its end needs it. `program`: the Program's id; `generation`, `epoch`:
     of the place; `front`: the job behind it in the pool, once a verb has named it. As its attempt began:
     `previous_prompt_tokens`: 0 before the first; `context_tokens`, `shared_tokens`, `fresh_until_ms` (None: never
-    observed); `rounds` since it became active, `segment_rounds` since it was last paused by TTL; `dispatched_ms`: when
-    the job was sent; `retention_ms`: its hint, None without one."""
+    observed); `rounds` since it became active, at `activated_ms`, `segment_rounds` since it was last paused by TTL;
+    `last_finish_ms`: end of its last request, 0 before the first; `dispatched_ms`: when the job was sent;
+    `retention_ms`: its hint, None without one."""
 
     program: str
     rank: str
@@ -31,9 +32,16 @@ class Placement:
     fresh_until_ms: int | None = None
     rounds: int = 0
     segment_rounds: int = 0
+    activated_ms: int = 0
+    last_finish_ms: int = 0
     dispatched_ms: int = 0
     retention_ms: int | None = None
     front: str = ""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the Program had completed nothing in this place when the attempt began."""
+        return self.last_finish_ms <= self.activated_ms
 
 
 def placement_of(program: str, rank: str, reply: Sequence[Any]) -> Placement:
@@ -51,6 +59,8 @@ def placement_of(program: str, rank: str, reply: Sequence[Any]) -> Placement:
         fresh_until_ms=known.get("fresh_ms"),
         rounds=known.get("rounds", 0),
         segment_rounds=known.get("segment", 0),
+        activated_ms=known.get("activated_ms", 0),
+        last_finish_ms=known.get("finish_ms", 0),
         dispatched_ms=int(dispatched_ms or 0),
         retention_ms=None if retention_ms is None else int(retention_ms),
     )

@@ -33,7 +33,10 @@ class ProgramDelivery(Delivery):
         self.keys: RankKeys = RankKeys(f"{self.model}:{self.shard}", self.rank)
 
     def _entries(self, items: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Entry]:
-        named = [(entry, token_of(fields), fields.get(b"program", b"").decode()) for entry, fields in items]
+        named = [
+            (entry, token_of(fields) if b"program" in fields else None, fields.get(b"program", b"").decode())
+            for entry, fields in items
+        ]
         drop(self.reader, self.keys, [entry for entry, token, _ in named if token is None])
         return [
             Entry(entry.decode(), token, secrets.token_hex(8), of) for entry, token, of in named if token is not None
@@ -47,12 +50,12 @@ class ProgramDelivery(Delivery):
         """As Delivery's. Jobs whose Program no longer has its place here are left to whoever takes over the place."""
         for found in super().begin(entries, alone=alone):
             if isinstance(found, Handout):
-                found.lease.placement = self._placements.pop(found.lease.token)
+                found.lease.placement = self._placements.pop(found.lease.token, None)
             yield found
 
     def _run_begins(self, entries: Sequence[Entry], commands: Iterable[Command]) -> Iterator[list[Any]]:
         for entry, reply in zip(entries, run_stream(self.reader, commands), strict=True):
-            if reply[0] != b"ok":
+            if reply[0] != b"ok" or not entry.program:
                 yield reply
                 continue
             self._placements[entry.token] = placement_of(entry.program, self.rank, reply)
@@ -107,6 +110,7 @@ class ProgramDelivery(Delivery):
             **keys.of(placement.program),
             at=keys.place(self.rank),
             front=keys.job(placement.front or lease.token),
+            coefficients=keys.coefficients,
             blocks=[keys.input(block) for block in lease.blocks],
             token=lease.token,
             attempt=lease.attempt,

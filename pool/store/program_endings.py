@@ -110,11 +110,13 @@ def expire(
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How often an attempt may be lost, how long results stay, and how many dead letters are kept."""
+    """How often an attempt may be lost, how long results stay, how many dead letters are kept, and how long a process
+    is taken for living after it has shown so."""
 
     max_deliveries: int
     result_ttl_ms: int
     letters_kept: int
+    lease_ms: int
 
 
 def take_back(client: Client, keys: ModelKeys, token: str, program: str, terms: Terms) -> list[Any]:

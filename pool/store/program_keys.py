@@ -51,6 +51,8 @@ class ProgramKeys(ModelKeys):
             "dirty": self.dirty,
             "events": self.program_events,
             "placement": self.placement,
+            "owners": self.owners,
+            "figures": self._key(f"figures:{rank}"),
             **{window: self._key(f"window:{window}:{rank}") for window in WINDOWS},
         }
 
@@ -79,6 +81,16 @@ class ProgramKeys(ModelKeys):
     def members(self) -> str:
         """ZSET R -> last seen (ms): the ranks of the ring."""
         return self._key("members")
+
+    @cached_property
+    def owners(self) -> str:
+        """HASH tenant -> how many Programs it has."""
+        return self._key("owners")
+
+    @cached_property
+    def coefficients(self) -> str:
+        """HASH door -> tokens a byte of a prompt, learnt from those that completed."""
+        return self._key("coefficients")
 
     @cached_property
     def program_events(self) -> str:

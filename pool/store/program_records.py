@@ -2,7 +2,7 @@
 
 The record is a HASH with short names: a million of them are kept.
 
-* fixed with the generation: `tenant name parent root blocks gen`
+* fixed with the generation: `tenant name parent root blocks gen`, `key` where hashing goes by another one than `name`
 * copied from the settings at each arrival, so that no other verb needs them: `buf` (decode_buffer_tokens), `mru`
   (resume_order), `win` (stats_window_size), `keep` (paused_retention_ttl, ms), `bind` (binding_only), `patience` (the
   force wait, ms)
@@ -31,10 +31,13 @@ from pool.store.scripts import Value
 class Arrival:
     """What a request brings for its Program.
 
-    `name`: the Program's id as its tenant knows it; `tokens`: of the prompt, an estimate; `force_ms`: after which it
-    resumes by force if it begins to wait now; `deadline_ms`: the same by its own deadline, 0 for none; `parent` and
-    `root`: ids as stored, "" for none; `step`: None to go on counting; `retention_ms`: how long its place shall be kept
-    afterwards, None to leave that to the statistics; `ends`: the Program is over when it has completed.
+    `name`: the Program's id as its tenant knows it, and `key`, what consistent hashing goes by, "" for the name;
+    `tokens`: of the prompt, an estimate; `force_ms`: after which it resumes by force if it begins to wait now;
+    `deadline_ms`: the same by its own deadline, 0 for none; `parent` and `root`: ids as stored, "" for none; `step`:
+    None to go on counting; `retention_ms`: how long its place shall be kept afterwards, None to leave that to the
+    statistics; `ends`: the Program is over when it has completed; `max_programs`: that the tenant may have, 0 for any;
+    `prompt_bytes`: of the prompt's JSON, which its count of tokens is compared with; `waits_by_deadline`: the job's
+    queue timeout is its deadline.
     """
 
     tenant: str
@@ -50,11 +53,16 @@ class Arrival:
     root: str = ""
     blocks_parent: bool = False
     step: int | None = None
+    key: str = ""
+    max_programs: int = 0
+    prompt_bytes: int = 0
+    waits_by_deadline: bool = False
 
     def first(self) -> list[Value]:
         """The fields of a record that does not change, as name, value ..."""
         pairs: dict[str, Value] = {"tenant": self.tenant, "name": self.name, "blocks": int(self.blocks_parent)}
-        pairs |= {name: value for name, value in (("parent", self.parent), ("root", self.root)) if value}
+        key = "" if self.key == self.name else self.key
+        pairs |= {name: value for name, value in (("parent", self.parent), ("root", self.root), ("key", key)) if value}
         return [item for pair in pairs.items() for item in pair]
 
     def facts(self, settings: ProgramSettings) -> list[Value]:
@@ -76,6 +84,10 @@ class Arrival:
             pairs["retention_ms"] = self.retention_ms
         if self.ends:
             pairs["ends"] = 1
+        if self.prompt_bytes:
+            pairs["prompt_bytes"] = self.prompt_bytes
+        if self.waits_by_deadline:
+            pairs["waits_by_deadline"] = 1
         return [item for pair in pairs.items() for item in pair]
 
 

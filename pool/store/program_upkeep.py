@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import redis
 
 from pool.store import program_endings
 from pool.store.connection import state_errors
@@ -37,6 +40,14 @@ class Look:
     gone: tuple[str, ...] = ()
 
 
+class Expired(NamedTuple):
+    """A timer that was carried out: the Program, its rank, and what became of it: paused or released."""
+
+    program: str
+    rank: str
+    code: str
+
+
 class ProgramUpkeep:
     """Upkeep of one model's Programs. All methods raise StateUnavailable."""
 
@@ -55,18 +66,20 @@ class ProgramUpkeep:
 
     def lose(self, rank: str, incarnation: str, *, leaves: bool = False) -> bool:
         """A process has lost its rank, because its registration ran out or, `leaves`, it gives it up; whether it had
-        it."""
+        it. What a process that leaves has begun may still end there, while its leases hold."""
         return self._seat(rank, "", former=incarnation, leaves=leaves)[0] == "ok"
 
     def _seat(self, rank: str, incarnation: str, *, former: str = "", leaves: bool = False) -> list[str]:
         command = script("seat")(
             record=self._keys.rank(rank),
             members=self._keys.members,
+            sweep=self._keys.sweep,
             at=self._keys.place(rank),
             rank=rank,
             incarnation=incarnation,
             former=former,
             leaves=int(leaves),
+            lease=self._terms.lease_ms,
         )
         with state_errors():
             return [part.decode() for part in run(self._client, command)]
@@ -89,20 +102,32 @@ class ProgramUpkeep:
     def drain(self, rank: str) -> int:
         """Move what former processes of a rank had: jobs back to the pools of their Programs, and idle Programs off
         their places. How much was moved; repeat it until that is 0."""
-        place, moved = self._keys.place(rank), 0
+        return len(self.drained(rank))
+
+    def drained(self, rank: str) -> list[str]:
+        """As `drain`: the Program of each job or place that was moved."""
+        place = self._keys.place(rank)
+        moved: list[str] = []
         end = "+"
         while True:
             # Newest first: each goes to the front of its pool.
             with state_errors():
                 page = self._client.xrevrange(place["stream"], end, "-", count=BATCH)
             for entry, fields in page:
-                moved += self._take_back(place["stream"], entry, token_of(fields), fields.get(b"program", b"").decode())
+                program = fields.get(b"program", b"").decode()
+                if self._take_back(place["stream"], entry, token_of(fields), program):
+                    moved.append(program)
             if len(page) < BATCH:
                 break
             end = f"({page[-1][0].decode()}"
         with state_errors():
             idle = [program.decode() for program in self._client.zrange(place["active"], 0, BATCH - 1)]
-        return moved + sum(self._store.displace(program, rank) for program in idle)
+        return moved + [program for program in idle if self._store.displace(program, rank)]
+
+    def note_drained(self, rank: str, incarnation: str) -> None:
+        """Nothing of former processes is left at a rank that this one has."""
+        with state_errors():
+            self._client.hset(self._keys.place(rank)["book"], "drained", incarnation)
 
     def _take_back(self, stream: str, entry: bytes, token: str | None, program: str) -> bool:
         """One entry of a rank's stream, where the rank lost it; whether its job was moved or has ended."""
@@ -124,13 +149,23 @@ class ProgramUpkeep:
         how many. `idle_ms`: how long nobody has touched them."""
         place = self._keys.place(rank)
         with state_errors():
-            found = self._client.xpending_range(place["stream"], GROUP, "-", "+", BATCH, idle=idle_ms)
+            found = self._pending(place["stream"], idle_ms)
             pipe = self._client.pipeline(transaction=False)
             for item in found:
                 pipe.xrange(place["stream"], item["message_id"], item["message_id"])
             entries = [entry for page in pipe.execute() for entry in page]
             commands = [self._return(rank, entry, fields) for entry, fields in entries if token_of(fields)]
             return sum(reply[0] == b"ok" for reply in run_many(self._client, commands))
+
+    def _pending(self, stream: str, idle_ms: int) -> list[dict[str, bytes]]:
+        try:
+            pending: list[dict[str, bytes]] = self._client.xpending_range(stream, GROUP, "-", "+", BATCH, idle=idle_ms)
+        except redis.exceptions.ResponseError as error:
+            if not str(error).startswith("NOGROUP"):
+                raise
+            # The worker makes it again, with all entries (`ProgramDelivery.heal`).
+            return []
+        return pending
 
     def _return(self, rank: str, entry: bytes, fields: Mapping[bytes, bytes]) -> Command:
         token, program = fields[b"job"].decode(), fields.get(b"program", b"").decode()
@@ -192,30 +227,35 @@ class ProgramUpkeep:
 
     # -- timers -----------------------------------------------------------------------------------------------------
 
-    def expire(self) -> list[tuple[str, str]]:
-        """Carry out timers that are due, at most BATCH; (Program, paused or released) of each that did something."""
+    def expire(self) -> list[Expired]:
+        """Carry out timers that are due, at most BATCH; those that did something."""
         with state_errors():
             clock = self._client.time()
             due = self._client.zrangebyscore(
                 self._keys.program_timers, "-inf", clock[0] * 1000 + clock[1] // 1000, start=0, num=BATCH
             )
-            done = [(timer.decode().partition(":")[2], self._carry_out(timer.decode())) for timer in due]
-        return [(program, code) for program, code in done if code in ("paused", "released")]
+            done = [self._carry_out(timer.decode()) for timer in due]
+        return [expired for expired in done if expired.code in ("paused", "released")]
 
-    def _carry_out(self, timer: str) -> str:
+    def _carry_out(self, timer: str) -> Expired:
         kind, _, program = timer.partition(":")
+        rank = ""
 
         def build(declared: Declared) -> Command:
+            nonlocal rank
+            rank = declared.rank
             return script("program_timer")(
                 at=self._keys.place(declared.rank),
                 **self._keys.of(program),
+                sweep=self._keys.sweep,
                 id=program,
                 rank=declared.rank,
                 kind=kind,
+                lease=self._terms.lease_ms,
             )
 
         code: bytes = run_declared(self._client, self._keys, program, build)[0]
-        return code.decode()
+        return Expired(program, rank, code.decode())
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

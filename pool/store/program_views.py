@@ -27,7 +27,7 @@ class Snapshot:
     """A rank at `now_ms`, the state server's time. `version`: of its book; `incarnation`: its process, "" while it is
     away; `fronts`: token of the request that each waiting Program waits with; `rank_set`: version of the set of ranks;
     `moved_tokens`: what transitions ever added to ledger and leaving KV; `is_whole`: nothing was left out; `windows`:
-    what `rank.means` was made of."""
+    what `rank.means` was made of; `told`: the source of capacity that logs last told, "" for none yet."""
 
     rank: Rank
     now_ms: int
@@ -38,6 +38,7 @@ class Snapshot:
     fronts: Mapping[str, str]
     is_whole: bool
     windows: Windows
+    told: str = ""
 
 
 def snapshot(client: Client, keys: ProgramKeys, rank: str, settings: ProgramSettings) -> Snapshot:
@@ -74,18 +75,24 @@ def snapshot(client: Client, keys: ProgramKeys, rank: str, settings: ProgramSett
         fronts=fronts,
         is_whole=waiting <= MOST_WAITING,
         windows=windows,
+        told=book.get("told", ""),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A rank without its Programs, at `now_ms`: what the choice of a first rank looks at. `waiting`: Programs that wait
-    for it; `incarnation`: as in a snapshot."""
+    """A rank without its Programs, at `now_ms`: what the choice of a first rank and upkeep look at. `waiting`: Programs
+    that wait for it; `incarnation`, `version`: as in a snapshot; `is_registered`: whether that process's registration
+    still holds; `is_drained`: whether nothing of a former process is left there; `entries`: jobs in its stream."""
 
     rank: Rank
     waiting: int
     incarnation: str
+    version: int
     now_ms: int
+    is_registered: bool
+    is_drained: bool
+    entries: int
 
 
 def outlines(client: Client, keys: ProgramKeys, ranks: Sequence[str], settings: ProgramSettings) -> list[Outline]:
@@ -95,14 +102,29 @@ def outlines(client: Client, keys: ProgramKeys, ranks: Sequence[str], settings: 
         place = keys.place(rank)
         pipe.hgetall(place["book"])
         pipe.zcard(place["waiting"])
+        pipe.hget(keys.rank(rank), "incarnation")
+        pipe.xlen(place["stream"])
     pipe.time()
     *replies, clock = pipe.execute()
     now_ms = clock[0] * 1000 + clock[1] // 1000
-    books = [{name.decode(): value.decode() for name, value in stored.items()} for stored in replies[::2]]
-    return [
-        Outline(_rank_of(rank, book, settings), waiting, book.get("incarnation", ""), now_ms)
-        for rank, book, waiting in zip(ranks, books, replies[1::2], strict=True)
-    ]
+    found = []
+    for at, rank in enumerate(ranks):
+        stored, waiting, registered, entries = replies[4 * at : 4 * at + 4]
+        book = {name.decode(): value.decode() for name, value in stored.items()}
+        seat = book.get("incarnation", "")
+        found.append(
+            Outline(
+                _rank_of(rank, book, settings),
+                waiting,
+                seat,
+                int(book.get("version", 0)),
+                now_ms,
+                is_registered=registered is not None and registered.decode() == seat,
+                is_drained=book.get("drained") == seat,
+                entries=entries,
+            )
+        )
+    return found
 
 
 def _rank_of(rank: str, book: Mapping[str, str], settings: ProgramSettings) -> Rank:

@@ -14,6 +14,7 @@ from pool.rules.programs.admission import Reason
 from pool.rules.programs.capacity import FRESH_INTERVALS
 from pool.rules.programs.facts import PauseReason
 from pool.rules.programs.resume import RankPlan
+from pool.rules.programs.tokens import FIRST_COEFFICIENT
 from pool.store.accepting import Accepted
 from pool.store.connection import Client, state_errors
 from pool.store.jobs import JobStore
@@ -33,12 +34,13 @@ CLAIM_MS = 200
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One step of a plan. `kind`: admit, force, pause or mark; `why`: the reason as it is told; `token`: of the request
-    that an admission dispatches."""
+    that an admission dispatches; `figures`: of its decision, in tokens: used, required, reserved for growth."""
 
     kind: str
     program: str
     why: str
     token: str = ""
+    figures: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ def operations_of(plan: RankPlan, seen: Snapshot) -> list[Operation]:
             decision.program,
             decision.reason.value,
             seen.fronts.get(decision.program, ""),
+            (decision.used_tokens, decision.required_tokens, round(decision.reserve_tokens)),
         )
         for decision in plan.admissions
     ]
@@ -98,6 +101,7 @@ class ProgramWay:
             tokens=arrival.tokens,
             force=arrival.force_ms,
             deadline_force=arrival.deadline_ms,
+            most_programs=arrival.max_programs,
             facts=arrival.facts(self.settings),
             first=arrival.first(),
         )
@@ -160,6 +164,23 @@ class ProgramStore:
         with state_errors():
             return stored_of(program, self.client.hgetall(self.keys.record(program)))
 
+    def parent_of(self, program: str) -> str | None:
+        """The stored id of a Program's parent; None for a root, and for one that is not there."""
+        with state_errors():
+            parent = self.client.hget(self.keys.record(program), "parent")
+        return None if parent is None else parent.decode()
+
+    def was_released(self, program: str) -> bool:
+        """Whether a generation of it has been released not long ago."""
+        with state_errors():
+            return bool(self.client.exists(self.keys.of(program)["gone"]))
+
+    def coefficient(self, door: str) -> float:
+        """Tokens that a byte of a prompt is taken for, as learnt from those that came through this door."""
+        with state_errors():
+            learnt = self.client.hget(self.keys.coefficients, door)
+        return FIRST_COEFFICIENT if learnt is None else float(learnt)
+
     def snapshot(self, rank: str) -> Snapshot:
         """What the rules see of a rank."""
         with state_errors():
@@ -175,10 +196,25 @@ class ProgramStore:
         with state_errors():
             return int(self.client.hincrby(self.keys.placement, "turn", 1))
 
+    def settle(self, rank: str, version: int) -> Applied:
+        """Nothing is to be done for a rank, as it was at this version of its book."""
+        return self._apply(rank, version, [], capacity_tokens=None)
+
+    def tell(self, rank: str, source: str) -> None:
+        """Note which source of capacity logs have told of a rank, so that each change is told once."""
+        with state_errors():
+            self.client.hset(self.keys.place(rank)["book"], "told", source)
+
     def apply(self, seen: Snapshot, operations: Sequence[Operation], *, version: int | None = None) -> Applied:
         """Carry out a plan made on `seen`, the first MOST_OPERATIONS of it, and take the rank off the list of those
         that need one, unless something was refused or left out. `version`: where the caller itself has raised it."""
-        now, keys, rank = operations[:MOST_OPERATIONS], self.keys, seen.rank.id
+        current = seen.version if version is None else version
+        return self._apply(seen.rank.id, current, operations, capacity_tokens=seen.rank.capacity_tokens)
+
+    def _apply(
+        self, rank: str, version: int, operations: Sequence[Operation], *, capacity_tokens: int | None
+    ) -> Applied:
+        now, keys = operations[:MOST_OPERATIONS], self.keys
         records: list[str] = []
         for each in now:
             record = keys.record(each.program)
@@ -187,14 +223,15 @@ class ProgramStore:
             at=keys.place(rank),
             records=records,
             rank=rank,
-            version=seen.version if version is None else version,
+            version=version,
             most=self.settings.max_active_programs_per_target,
-            capacity=seen.rank.capacity_tokens or 0,
+            capacity=capacity_tokens or 0,
             fresh=round(FRESH_INTERVALS * self.settings.metrics_interval_seconds * 1000),
             more=int(len(now) < len(operations)),
             ids=[each.program for each in now],
             kinds=[each.kind for each in now],
             details=[f"{each.token} {each.why}" if each.token else each.why for each in now],
+            figures=["" if each.figures is None else "{} {} {}".format(*each.figures) for each in now],
         )
         with state_errors():
             code, *rest = run(self.client, command)
@@ -250,7 +287,14 @@ class ProgramStore:
         with state_errors():
             return [rank.decode() for rank in self.client.zrange(self.keys.dirty, 0, most - 1)]
 
-    def claim(self, rank: str, planner: str) -> bool:
-        """Whether this planner shall plan for a rank. Only advice: two planners at once do no harm."""
+    def claim(self, what: str, planner: str, for_ms: int = CLAIM_MS) -> bool:
+        """Whether this planner shall plan for a rank, "" for the model's tick. Only advice: two planners at once do no
+        harm."""
         with state_errors():
-            return bool(self.client.set(self.keys.claim(rank), planner, px=CLAIM_MS, nx=True))
+            holder = self.client.set(self.keys.claim(what), planner, px=for_ms, nx=True, get=True)
+        return holder is None or holder.decode() == planner
+
+    def unclaim(self, what: str) -> None:
+        """It is done."""
+        with state_errors():
+            self.client.delete(self.keys.claim(what))

@@ -12,10 +12,17 @@ COME_BACK_S = 5
 
 
 def refusal(job: NewJob, code: bytes, detail: list[Any], pending_per_model: int) -> QueueFull:
-    """The error for a reply of submit.lua: "full" and "crowded" carry (time, choices held), "refused" the time alone:
-    the claim of its key was left behind, or another resend just had it."""
+    """The error for a reply of submit.lua: "full" and "crowded" carry (time, choices held), "many" (time, Programs it
+    has), "refused" the time alone: the claim of its key was left behind, or another resend just had it."""
     if code == b"refused":
         return QueueFull("This request was refused a moment ago. Try again now.", retry_after_s=1)
+    if code == b"many":
+        return QueueFull(
+            f"This API key's owner has {int(detail[1])} Programs of {job.ref.model}, its limit. Finish one, or "
+            "try again later.",
+            retry_after_s=COME_BACK_S,
+            code="key_programs_full",
+        )
     if code == b"full":
         whose, limit, name = job.ref.model, pending_per_model, None
     else:

@@ -55,7 +55,7 @@ class Sweeper:
         self._lease_ms = lease_ms
         self._max_deliveries = max_deliveries
         self._result_ttl_ms = result_ttl_ms
-        self.terms = Terms(max_deliveries, result_ttl_ms, DEAD_LETTERS_KEPT)
+        self.terms = Terms(max_deliveries, result_ttl_ms, DEAD_LETTERS_KEPT, lease_ms)
         self._looks_of: dict[str, list[Command]] = {}
 
     def sweep(self, model: str) -> Swept:

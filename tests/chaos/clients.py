@@ -6,6 +6,7 @@ and the rest of a stream from the last event seen.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import secrets
@@ -52,6 +53,8 @@ class Callers:
         self._urls = list(urls)
         self._ledger = ledger
         self._celery = celery
+        #: What went wrong and belongs to no account.
+        self.problems: list[str] = []
         limits = httpx.Limits(max_connections=400, max_keepalive_connections=50)
         self._http = httpx.Client(timeout=httpx.Timeout(ANSWER_S, connect=2.0, pool=60.0), limits=limits)
         self.doors: dict[str, Callable[[Account, Work, random.Random], None]] = {
@@ -81,6 +84,18 @@ class Callers:
             account.problems.append(f"{type(error).__name__}: {error}")
         finally:
             self._ledger.close(account)
+
+    def finish(self, program: str, seed: int) -> None:
+        """Say that a Program is over, until a node has heard it; once more costs nothing."""
+        rng, until_s = random.Random(seed), time.monotonic() + PATIENCE_S
+        while time.monotonic() < until_s:
+            with contextlib.suppress(httpx.HTTPError):
+                answer = self._http.post(f"{rng.choice(self._urls)}/v1/programs/{program}/finish")
+                # Its retention may be over, or the reply of a finish that was heard was lost.
+                if answer.status_code in (200, 404):
+                    return
+            time.sleep(PAUSE_S)
+        self.problems.append(f"{program} could not be finished")
 
     # --- doors
 

@@ -28,8 +28,10 @@ import redis
 
 from pool.errors import StateUnavailable
 from pool.store.audit import Violation
+from pool.store.connection import Client
 from pool.store.ids import new_ref
 from pool.store.jobs import JobStore
+from pool.store.program_keys import ProgramKeys
 from tasks.celery import create_app
 from tests.chaos.clients import Callers
 from tests.chaos.faults import KINDS, PACE_S, STATE_KINDS, Injector
@@ -46,11 +48,28 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "server": {"sync_wait_seconds": 30, "orphan_grace_seconds": 40, "threads": 128},
     "limits": {"pending_per_model": 400},
     "state": {"celery_results": "celery"},
+    # Small windows and waits: statistics count, places are lost and Programs are forced within a run.
+    "programs": {
+        "enabled": True,
+        "global_queue": True,
+        "metrics_interval_seconds": 0.3,
+        "max_active_programs_per_target": 5,
+        "stats_window_size": 4,
+        "max_acting_ttl_seconds": 1.5,
+        "paused_retention_ttl_seconds": 15,
+        "max_segment_rounds": 3,
+        "force_resume_timeout_seconds": 10,
+        "rank_gone_seconds": 8,
+    },
+    "programs.prefill_cost_model": {"intercept_seconds": 1.0},
+    f"programs.models.{TINY}": {"token_capacity_per_dp_rank": KV_TOKENS},
 }
 #: The real engine's KV holds its largest job and little more, so that jobs that run together preempt each other.
 TIGHT = {"kv_budget_bytes": KV_TOKENS * position_bytes(TINY_SHAPE), "kv_overcommit": 16}
 MODELS = {SCRIPTED: {"target_inflight": 12}, TINY: {"target_inflight": 8, "threads": 1, **TIGHT}}
 REST_S = 60.0
+#: Each must have happened in a full run.
+MOVES = ("pause:ttl_expired", "pause:health_failover", "pause:capacity_repair", "release:finished")
 SAY_EVERY_S = 30.0
 LOOK_EVERY_S = 1.0
 #: A run of this length must do each fault to each victim, and so many of both.
@@ -90,6 +109,8 @@ class Run:
         self.violations: list[Violation] = []
         self.leftovers: list[str] = []
         self.dead_letters = 0
+        #: What became of Programs, as WHAT:REASON.
+        self.moves: Counter[str] = Counter()
         #: What each process of the real engine's last told of itself, by incarnation.
         self._figures: dict[str, Mapping[str, int]] = {}
 
@@ -107,6 +128,7 @@ class Run:
         for thread in threads:
             thread.join()
         callers.close()
+        self.leftovers += callers.problems
         self._rest()
         self.injector.close()
         return judge(self.ledger, {job: record for job, record in self._records().items() if job not in undisturbed})
@@ -120,7 +142,7 @@ class Run:
         while time.monotonic() < end_s:
             time.sleep(rng.expovariate(self._rate))
             threads = [thread for thread in threads if thread.is_alive()]
-            thread = threading.Thread(target=callers.call, args=work.draw(), daemon=True)
+            thread = threading.Thread(target=work.draw(callers), daemon=True)
             thread.start()
             threads.append(thread)
             if time.monotonic() > look_s:
@@ -158,10 +180,24 @@ class Run:
                 groups = client.xinfo_groups(model.queue) if client.exists(model.queue) else []
                 self._expect_none(f"pending of {model.tag}", sum(group["pending"] for group in groups))
                 self.dead_letters += client.xlen(model.dead)
+                self._expect_programs_at_rest(client, ProgramKeys(model.tag))
         self.violations = self.system.audit()
         poisoned = sum(account.error_code == "poison" for account in self.ledger.accounts)
         self._expect_none("dead letters too many", max(0, self.dead_letters - poisoned))
         self.leftovers += self.injector.problems
+
+    def _expect_programs_at_rest(self, client: Client, keys: ProgramKeys) -> None:
+        """Nothing of theirs waits, is with a rank, or leaves one."""
+        for rank in client.zrange(keys.members, 0, -1):
+            place = keys.place(rank.decode())
+            self._expect_none(f"Programs that wait for {rank.decode()}", client.zcard(place["waiting"]))
+            self._expect_none(f"entries of {rank.decode()}", client.xlen(place["stream"]))
+            self._expect_none(f"leaving of {rank.decode()}", client.hlen(place["leaving"]))
+        self._expect_none(f"pools of {keys.tag}", sum(1 for _ in client.scan_iter(match=keys.pool("*"), count=1000)))
+        moves = client.hgetall(keys.placement)
+        for name, count in moves.items():
+            if b":" in name:
+                self.moves[name.decode()] += int(count)
 
     def _expect_none(self, what: str, count: int) -> None:
         if count:
@@ -221,6 +257,7 @@ def report(run: Run, verdict: Verdict) -> dict[str, Any]:
         "resends": sum(account.resends for account in run.ledger.accounts),
         "preempted": run.total("preempted_total"),
         "prompt_tokens_reused": run.total("prompt_tokens_cached_total"),
+        "program_moves": dict(sorted(run.moves.items())),
         "seconds_p50_p99": [round(took[len(took) // 2], 2), round(took[len(took) * 99 // 100], 2)] if took else [],
         "faults": faults,
         "faults_done": sum(run.injector.done.values()),
@@ -236,6 +273,7 @@ def shortcomings(figures: dict[str, Any]) -> list[str]:
         found.append(f"only {figures['faults_done']} faults; {FULL_FAULTS} are asked for")
     if figures["jobs"].get("acknowledged", 0) < FULL_JOBS:
         found.append(f"only {figures['jobs'].get('acknowledged', 0)} jobs; {FULL_JOBS} are asked for")
+    found += [f"no Program did {move}" for move in MOVES if not figures["program_moves"].get(move)]
     found += [f"nothing was {name}" for name in ("preempted", "prompt_tokens_reused") if not figures[name]]
     return found
 
@@ -255,6 +293,7 @@ def show(figures: dict[str, Any], problems: list[str]) -> None:
         print(f"  {name.replace('_', ' '):24}{figures[name]:7}")
     print(f"  job seconds p50, p99    {figures['seconds_p50_p99']}")
     print(f"  {figures['preempted']} preemptions, {figures['prompt_tokens_reused']} prompt tokens reused (real engine)")
+    print(f"  of Programs: {figures['program_moves']}")
     for problem in problems[:40]:
         print(f"PROBLEM {problem}")
 

@@ -368,7 +368,7 @@ def test_bad_files_are_refused_by_name(tmp_path: Path, caplog: pytest.LogCapture
     turn(loop, "a", words(100))
     offloaded(loop)
     flood(loop)
-    store = loop._scheduler._holders._store
+    store = loop._holders._store
     assert store is not None
     entry = store.get("p")
     assert entry is not None

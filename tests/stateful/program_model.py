@@ -42,10 +42,12 @@ class Program:
 
 
 class World:
-    """All of a model's Programs, jobs and ranks. `seats`: the process of each rank, "" while it is away."""
+    """All of a model's Programs, jobs and ranks. `seats`: the process of each rank, "" while it is away; `closing`: the
+    one that left it last, and may still end what it has begun."""
 
     def __init__(self) -> None:
         self.seats: dict[str, str] = {"": ""}
+        self.closing: dict[str, str] = {}
         self.programs: dict[Key, Program] = {}
         self.gone: dict[Key, int] = {}
         self.jobs: dict[str, Job] = {}
@@ -53,6 +55,10 @@ class World:
     def stale(self, program: Program) -> bool:
         """Whether the rank has lost the Program's place."""
         return program.active and program.seat != self.seats[program.rank]
+
+    def may_end(self, program: Program) -> bool:
+        """Whether what the Program's process has begun may still end there."""
+        return not self.stale(program) or program.seat == self.closing.get(program.rank, "")
 
     # -- places -----------------------------------------------------------------------------------------------------
 
@@ -148,14 +154,15 @@ class World:
             self.pause(program, "")
 
     def drain(self, rank: str) -> None:
-        """All that former processes of the rank had goes back."""
+        """All that former processes of the rank had goes back, but for what one that leaves may still end."""
         for program in self.programs.values():
             if program.rank != rank or not self.stale(program):
                 continue
             if not program.flight:
                 self.pause(program, "")
             for token in reversed(program.flight.copy()):
-                self.put_back(token)
+                if self.jobs[token].state == "queued" or not self.may_end(program):
+                    self.put_back(token)
 
     def finish(self, key: Key) -> None:
         """Its owner says that it is over."""

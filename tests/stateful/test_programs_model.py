@@ -92,7 +92,8 @@ class Programs(RuleBasedStateMachine):
         running = any(job.handout is not None for job in self.world.jobs.values())
         timers = any(program.timer for program in self.world.programs.values())
         weights = {
-            "arrive": 6, "plan": 8, "begin": 2, "join": 1, "lose": 1, "drain": 1, "read_as_a_ghost": 1, "set_clock": 1,
+            "arrive": 6, "plan": 8, "begin": 2, "join": 1, "lose": 1, "leave": 1, "drain": 1,
+            "read_as_a_ghost": 1, "set_clock": 1,
             "complete": 8 * bool(self.handouts), "give_back": 2 * running, "replace": 2 * running,
             "time_passes": 2 * timers,            "cancel": 2 * bool(self.unended()), "time_out": bool(self.unended()),
             "operate": 3 * bool(self.world.programs), "rebind": bool(self.world.programs), "finish": 1,
@@ -113,15 +114,24 @@ class Programs(RuleBasedStateMachine):
     def take_rank(self, rank: str) -> None:
         self.lives += 1
         self.scene.join(rank, f"life-{self.lives}")
-        self.world.seats[rank] = f"life-{self.lives}"
+        self.world.seats[rank], self.world.closing[rank] = f"life-{self.lives}", ""
 
     def lose(self, data: st.DataObject) -> None:
         """A rank is lost; what it had is moved at once, or later."""
         rank = data.draw(RANKS, label="rank")
         drained = data.draw(st.booleans(), label="drained")
-        assert self.scene.upkeep.lose(rank, self.world.seats[rank]) == bool(self.world.seats[rank])
+        assert self.scene.lose(rank, self.world.seats[rank]) == bool(self.world.seats[rank])
         self.world.seats[rank] = ""
         if drained:
+            self.drain_rank(rank)
+
+    def leave(self, data: st.DataObject) -> None:
+        """A process gives up its rank, and may still end what it has begun."""
+        rank = data.draw(RANKS, label="rank")
+        if self.scene.upkeep.lose(rank, self.world.seats[rank], leaves=True):
+            self.world.closing[rank] = self.world.seats[rank]
+        self.world.seats[rank] = ""
+        if data.draw(st.booleans(), label="drained"):
             self.drain_rank(rank)
 
     def drain(self, data: st.DataObject) -> None:
@@ -280,7 +290,7 @@ class Programs(RuleBasedStateMachine):
         assert handout.lease.placement is not None
         rank = handout.lease.placement.rank
         if data.draw(st.booleans(), label="lost"):
-            self.scene.upkeep.lose(rank, self.world.seats[rank])
+            self.scene.lose(rank, self.world.seats[rank])
             self.world.seats[rank] = ""
         else:
             self.take_rank(rank)
@@ -294,7 +304,7 @@ class Programs(RuleBasedStateMachine):
         by_another = data.draw(st.booleans(), label="by_another")
         job = self.world.jobs[handout.lease.token]
         program = self.world.programs.get(job.key)
-        current = job.handout is handout and program is not None and not self.world.stale(program)
+        current = job.handout is handout and program is not None and self.world.may_end(program)
         placement = handout.lease.placement
         assert placement is not None
         outcome = Outcome(
@@ -363,7 +373,9 @@ class Programs(RuleBasedStateMachine):
         timer = self.world.programs[key].timer
         self.client.zadd(self.scene.keys.program_timers, {f"{timer}:{self.id_of(key)}": 1}, xx=True)
         done = "released" if timer == "retention" else "paused"
-        assert self.scene.upkeep.expire() == [(self.id_of(key), done)]
+        swept_steadily(self.client)
+        rank = self.world.programs[key].rank
+        assert self.scene.upkeep.expire() == [(self.id_of(key), rank, done)]
         self.world.due(timer, key)
 
     def set_clock(self, data: st.DataObject) -> None:
@@ -380,6 +392,7 @@ class Programs(RuleBasedStateMachine):
                 self.client.zadd(self.scene.keys.place(program.rank)["waiting"], {self.id_of(key): due_ms})
         if by_ms == LONG_MS:
             due = [timer.decode().partition(":") for timer in self.client.zrange(self.scene.keys.program_timers, 0, -1)]
+            swept_steadily(self.client)
             self.scene.upkeep.expire()
             keys = {self.id_of(key): key for key in self.world.programs}
             for kind, _, program_id in due:

@@ -167,7 +167,7 @@ def test_what_a_lost_rank_hands_back_waits_in_front(scene: Scene) -> None:
     """The Program has no place any more, and its request is the front of its pool again, before later ones."""
     handout = running(scene)
     later = scene.arrive("lead")
-    assert scene.upkeep.lose("a", "first", leaves=True)
+    assert scene.lose("a", "first", leaves=True)
     assert scene.workers["a"].hand_back([handout.lease]) == 1
     scene.sound()
     assert scene.upkeep.drain("a") > 0

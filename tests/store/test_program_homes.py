@@ -103,7 +103,7 @@ def test_a_cached_prefix_draws_and_pressure_repels(scene: Scene) -> None:
 def test_with_no_rank_up_it_waits_where_its_rank_was(scene: Scene) -> None:
     """The ring says where; other strategies wait until one is up. Without any rank there is none."""
     for rank in ("a", "b"):
-        scene.upkeep.lose(rank, f"first-{rank}", leaves=True)
+        scene.lose(rank, f"first-{rank}", leaves=True)
     expected = home(ring_of(["a", "b", "c"], 160), "x"), False
     assert programs(scene).home("tiny", key="x", prompt_tokens=10) == expected
     assert programs(scene, "least_program_count").home("tiny", key="x", prompt_tokens=10) == ("", False)

@@ -10,6 +10,7 @@ from pool.rules.programs.windows import RequestSample
 from pool.store.connection import Client
 from pool.store.program_upkeep import Look
 from pool.store.programs import Operation
+from tests.builders import LEASE_MS, swept_steadily
 from tests.program_scene import TENANT, Scene, pid, settings
 
 
@@ -40,7 +41,7 @@ def test_a_hold_ends_by_its_timer(scene: Scene) -> None:
     idle(scene)
     assert scene.upkeep.expire() == []
     scene.due("ttl", "lead")
-    assert scene.upkeep.expire() == [(pid("lead"), "paused")]
+    assert scene.upkeep.expire() == [(pid("lead"), "a", "paused")]
     assert (scene.upkeep.leaving("a"), scene.book()["tokens"]) == ({pid("lead"): 210}, "0")
     assert [sample.segment_rounds for sample in scene.store.snapshot("a").windows.pauses] == [1]
     assert scene.upkeep.expire() == []
@@ -61,7 +62,7 @@ def test_an_idle_paused_program_is_forgotten_in_time(scene: Scene) -> None:
     """One that waits is not; a released generation is remembered for a while."""
     idle(scene, ttl_ms=0)
     scene.due("retention", "lead")
-    assert scene.upkeep.expire() == [(pid("lead"), "released")]
+    assert scene.upkeep.expire() == [(pid("lead"), "a", "released")]
     assert scene.record("lead") is None
     assert 0 < scene.client.pttl(scene.keys.of(pid("lead"))["gone"]) <= 1_800_000
     scene.arrive("lead")
@@ -139,8 +140,8 @@ def test_a_lost_rank_is_drained(scene: Scene) -> None:
     scene.plan()
     refs += [scene.arrive("busy"), scene.arrive("busy")]
     assert len(scene.take(room=1)) == 1
-    assert not scene.upkeep.lose("a", "someone")
-    assert scene.upkeep.lose("a", "first")
+    assert not scene.lose("a", "someone")
+    assert scene.lose("a", "first")
     while scene.upkeep.drain("a"):
         scene.sound()
     pool = [ticket.split(b":")[0].decode() for ticket in scene.client.lrange(scene.keys.pool(pid("busy")), 0, -1)]
@@ -160,8 +161,8 @@ def test_a_registered_rank_is_not_lost(scene: Scene) -> None:
     record = scene.keys.rank("a")
     scene.client.hset(record, "incarnation", "first")
     scene.client.pexpire(record, 60_000)
-    assert not scene.upkeep.lose("a", "first")
-    assert scene.upkeep.lose("a", "first", leaves=True)
+    assert not scene.lose("a", "first")
+    assert scene.lose("a", "first", leaves=True)
     assert scene.upkeep.up(["a", "b"]) == {"b": "other"}
 
 
@@ -169,7 +170,7 @@ def test_an_idle_program_is_bound_anew_when_it_comes_back(scene: Scene) -> None:
     """To the home that its caller names, where its own rank is away or has lost it; else it waits there."""
     idle(scene, "active")
     idle(scene, "paused", ttl_ms=0)
-    scene.upkeep.lose("a", "first")
+    scene.lose("a", "first")
     for name in ("active", "paused"):
         scene.arrive(name, home="b")
         assert (scene.field(name, "rank"), scene.field(name, "state")) == ("b", "paused")
@@ -177,7 +178,7 @@ def test_an_idle_program_is_bound_anew_when_it_comes_back(scene: Scene) -> None:
     scene.plan("b")
     for handout in scene.take("b"):
         scene.end(handout, "b", ttl_ms=0)
-    scene.upkeep.lose("b", "other")
+    scene.lose("b", "other")
     scene.arrive("active", home="b")
     assert scene.field("active", "rank") == "b"
 
@@ -187,7 +188,7 @@ def test_a_rank_away_for_long_leaves_the_ring(scene: Scene) -> None:
     scene.arrive("lead")
     assert set(scene.upkeep.members()) == {"a", "b"}
     assert scene.upkeep.forget("a", 0) == "live"
-    scene.upkeep.lose("a", "first")
+    scene.lose("a", "first")
     assert scene.upkeep.forget("a", 60_000) == "early"
     assert scene.upkeep.forget("a", 0) == "left"
     assert set(scene.upkeep.members()) == {"b"}
@@ -201,7 +202,7 @@ def test_nothing_is_left_of_programs_that_are_over(scene: Scene) -> None:
     idle(scene)
     idle(scene, "paused", ttl_ms=0)
     scene.arrive("waits")
-    scene.upkeep.lose("a", "first")
+    scene.lose("a", "first")
     while scene.upkeep.drain("a"):
         pass
     scene.upkeep.finish(TENANT, "waits")
@@ -297,7 +298,7 @@ def test_ranks_are_outlined_for_a_first_binding(scene: Scene) -> None:
     """Their books, how many wait there, and whether a process has them; turns go up."""
     idle(scene)
     scene.arrive("waits")
-    scene.upkeep.lose("b", "other")
+    scene.lose("b", "other")
     outlines = scene.store.outlines(["a", "b", "new"])
     assert [(each.rank.ledger_tokens, each.rank.active, each.waiting) for each in outlines] == [
         (210, 1, 1),
@@ -306,3 +307,28 @@ def test_ranks_are_outlined_for_a_first_binding(scene: Scene) -> None:
     ]
     assert [each.incarnation for each in outlines] == ["first", "", ""]
     assert scene.store.turn() < scene.store.turn()
+
+
+# -- after an outage ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_lost_or_expires_in_a_gap_of_the_sweeps(scene: Scene) -> None:
+    """While the state server was away nobody could renew, nor come back to a Program: both have a lease's time."""
+    idle(scene)
+    scene.due("ttl", "lead")
+    swept_steadily(scene.client, ago_ms=LEASE_MS)
+    assert scene.upkeep.expire() == []
+    assert not scene.upkeep.lose("a", "first")
+    # It was put off.
+    swept_steadily(scene.client)
+    assert scene.upkeep.expire() == []
+    assert scene.client.zscore(scene.keys.program_timers, f"ttl:{pid('lead')}") > 1
+    assert scene.field("lead", "state") == "active"
+    assert scene.upkeep.lose("a", "first")
+
+
+def test_a_rank_counts_as_away_from_its_loss_on(scene: Scene) -> None:
+    """However long ago it was last seen: one that flaps stays in the ring."""
+    scene.client.zadd(scene.keys.members, {"a": 1})
+    assert scene.lose("a", "first")
+    assert scene.upkeep.forget("a", 60_000) == "early"

@@ -246,7 +246,7 @@ def test_where_programs_are_only_bound_they_begin_at_once(client: Client, redis_
     assert (scene.field("lead", "state"), scene.field("lead", "status")) == ("active", "acting")
     scene.sound()
     scene.due("retention", "lead")
-    assert scene.upkeep.expire() == [(pid("lead"), "released")]
+    assert scene.upkeep.expire() == [(pid("lead"), "a", "released")]
     assert scene.record("lead") is None
     scene.sound()
     scene.close()

@@ -9,7 +9,7 @@ import pytest
 
 from pool.errors import ConfigurationError, InvalidRequest
 from pool.settings import ServerSettings
-from tasks.api_keys import ADMIN, USER, KeyRing, check_exposed, new_key, parse_keys
+from tasks.api_keys import ADMIN, USER, KeyLimits, KeyRing, check_exposed, new_key, parse_keys
 from tasks.config import Settings
 
 
@@ -51,6 +51,13 @@ BROKEN = [
     f"alice user sha256:{DIGEST} pending=0",
     f"alice user sha256:{DIGEST} pending=10001",
     f"alice user sha256:{DIGEST} limit=5",
+    f"alice user sha256:{DIGEST} max_programs=0",
+    f"alice user sha256:{DIGEST} max_programs=1.5",
+    f"alice user sha256:{DIGEST} max_priority=2147483648",
+    f"alice user sha256:{DIGEST} max_priority=-1",
+    f"alice user sha256:{DIGEST} min_deadline_seconds=31536001",
+    f"alice user sha256:{DIGEST} min_deadline_seconds=1e3",
+    f"alice user sha256:{DIGEST} pending=5 pending=5",
     f"a:b user sha256:{DIGEST}",
     f"alice user sha256:{DIGEST}\nbob user sha256:{DIGEST}",
 ]
@@ -76,8 +83,21 @@ def test_a_line_says_whose_what_and_how_much() -> None:
     """Blanks, comments and line ends of other systems do not matter."""
     text = f"# keys\r\n\r\n  alice   user\tsha256:{DIGEST}  pending=7 \r\nbob metrics sha256:{'cd' * 32}"
     alice, bob = parse_keys(text, "FILE")
-    assert (alice.name, alice.kind, alice.pending) == ("alice", "user", 7)
-    assert (bob.name, bob.kind, bob.pending) == ("bob", "metrics", None)
+    assert (alice.name, alice.kind, alice.limits) == ("alice", "user", KeyLimits(pending=7))
+    assert (bob.name, bob.kind, bob.limits) == ("bob", "metrics", KeyLimits())
+
+
+def test_a_new_keys_limits_are_read_as_they_were_made() -> None:
+    """Whatever is given of them, in the order of the line or another."""
+    for limits in (
+        KeyLimits(pending=3, max_priority=0, min_deadline_seconds=0.5, max_programs=1_000_000),
+        KeyLimits(min_deadline_seconds=31_536_000.0),
+        KeyLimits(min_deadline_seconds=123456789.0 / 1000),
+    ):
+        _, line = new_key("alice", USER, limits)
+        assert parse_keys(line, "FILE")[0].limits == limits
+        whose, kind, digest, *words = line.split()
+        assert parse_keys(" ".join([whose, kind, digest, *reversed(words)]), "FILE")[0].limits == limits
 
 
 def test_a_changed_file_counts_after_a_second(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

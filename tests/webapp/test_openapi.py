@@ -37,7 +37,7 @@ def test_every_route_is_described(app: Flask, document: dict[str, Any]) -> None:
     """But those that only lead to the page."""
     described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     served = {
-        (method, re.sub(r"<(\w+)>", r"{\1}", rule.rule))
+        (method, re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", rule.rule))
         for rule in app.url_map.iter_rules()
         for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}
     }

@@ -11,6 +11,7 @@ from webapp.node import current_node
 from webapp.rendering.chat import ChatStream, chat_completion
 from webapp.routes.choices import streamed, whole
 from webapp.schemas.chat import chat_request
+from webapp.schemas.programs import program_claim
 from webapp.submitting import Order, idempotency_key
 
 blueprint = Blueprint("chat", __name__)
@@ -21,7 +22,8 @@ def create() -> Response:
     """Generate: wait for the end, or stream."""
     node = current_node()
     body = json_object(request, node.settings.limits.body_bytes)
-    asked = chat_request(body)
+    claim, fields = program_claim(request, body, node.settings.programs)
+    asked = chat_request(fields)
     order = Order(
         door="chat",
         request=asked.generation(),
@@ -29,6 +31,7 @@ def create() -> Response:
         store=asked.store,
         timeouts=asked.timeouts(),
         key=idempotency_key(request, body),
+        claim=claim,
         names={"prompt": "messages"},
     )
     if asked.stream:

@@ -11,6 +11,7 @@ from webapp.node import current_node
 from webapp.rendering.completions import CompletionStream, completion
 from webapp.routes.choices import streamed, whole
 from webapp.schemas.completions import completion_request
+from webapp.schemas.programs import program_claim
 from webapp.submitting import Order, idempotency_key
 
 blueprint = Blueprint("completions", __name__)
@@ -21,7 +22,8 @@ def create() -> Response:
     """Continue a prompt as it stands, without a chat template: wait for the end, or stream."""
     node = current_node()
     body = json_object(request, node.settings.limits.body_bytes)
-    asked = completion_request(body)
+    claim, fields = program_claim(request, body, node.settings.programs)
+    asked = completion_request(fields)
     order = Order(
         door="completion",
         request=asked.generation(),
@@ -29,6 +31,7 @@ def create() -> Response:
         store=asked.store,
         timeouts=asked.timeouts(),
         key=idempotency_key(request, body),
+        claim=claim,
     )
     if asked.stream:
         return streamed(node, order, partial(CompletionStream, usage=asked.usage))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 from flask import Blueprint, Response, current_app, jsonify, make_response, redirect, render_template
@@ -16,6 +15,7 @@ from webapp.node import Node, current_node
 from webapp.openapi import ERRORS, document
 
 blueprint = Blueprint("docs", __name__)
+DESCRIPTION = "genpool-description"
 
 _CURL = """\
 curl {url}/v1/responses \\
@@ -207,9 +207,12 @@ def page() -> Response:
     return answer
 
 
-@cache
 def _described() -> dict[str, Any]:
-    return document(current_app)
+    """Made once an application: it depends on the settings."""
+    found: dict[str, Any] | None = current_app.extensions.get(DESCRIPTION)
+    if found is None:
+        found = current_app.extensions[DESCRIPTION] = document(current_app)
+    return found
 
 
 def _routes() -> Iterator[tuple[str, str, str]]:

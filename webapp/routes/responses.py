@@ -17,6 +17,7 @@ from webapp.node import Node, current_node
 from webapp.rendering.chunks import failure_of
 from webapp.rendering.logprobs import LogprobReader, listed, shown_of
 from webapp.rendering.responses import ResponsesStream, response_object
+from webapp.schemas.programs import program_claim
 from webapp.schemas.responses import items_query, replay_query, responses_request
 from webapp.streams import stream_of
 from webapp.submitting import Order, idempotency_key, submit_and_wait, submit_unwatched
@@ -30,7 +31,8 @@ def create() -> Response:
     """Generate: wait for the end, stream, or answer at once (`background`)."""
     node = current_node()
     body = json_object(request, node.settings.limits.body_bytes)
-    asked = responses_request(body)
+    claim, fields = program_claim(request, body, node.settings.programs)
+    asked = responses_request(fields)
     earlier = conversation(node, asked.previous_response_id) if asked.previous_response_id else []
     order = Order(
         door="responses",
@@ -40,6 +42,7 @@ def create() -> Response:
         store=asked.store,
         timeouts=asked.timeouts(),
         key=idempotency_key(request, body),
+        claim=claim,
         names={"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input", "logprobs": "include"},
     )
     if asked.stream:

@@ -279,6 +279,61 @@ class Models(Answer):
     data: list[Model]
 
 
+class ProgramOfModel(Answer):
+    """A Program of one model. `generation`: how often one of this id has begun before; `ending`: it ends with the
+    requests that run."""
+
+    model: str
+    generation: int
+    state: Literal["active", "paused"]
+    status: Literal["reasoning", "acting"]
+    ending: bool
+    step: int
+    context_tokens: int
+    completed_requests: int
+
+
+class Program(Answer):
+    """The caller's Programs of one id, by model."""
+
+    id: str
+    object: Literal["program"]
+    models: list[ProgramOfModel]
+
+
+class ProgramEnd(Answer):
+    """`ending`: requests of it still run; it is finished with the last of them."""
+
+    model: str
+    status: Literal["finished", "ending"]
+
+
+class FinishedProgram(Answer):
+    """What became of the caller's Programs of one id, by model."""
+
+    id: str
+    object: Literal["program"]
+    models: list[ProgramEnd]
+
+
+class ModelDiagnostics(Answer):
+    """A model. `programs_total`: all there are; `programs`: those that are shown."""
+
+    model: str
+    settings: dict[str, Any]
+    programs_total: int
+    retained_requests: int
+    ranks: list[dict[str, Any]]
+    programs: list[dict[str, Any]]
+
+
+class Diagnostics(Answer):
+    """Programs of all models; none where they are off."""
+
+    enabled: bool
+    models: list[ModelDiagnostics]
+
+
 class Health(Answer):
     """Alive, or ready."""
 

@@ -216,7 +216,7 @@ _UNSUPPORTED_IN_REPLAYS: Mapping[str, Neutral] = {
 _KNOWN_IN_REPLAYS = frozenset({"stream", "starting_after"})
 
 
-def _once(query: MultiDict[str, str]) -> Mapping[str, str]:
+def once(query: MultiDict[str, str]) -> Mapping[str, str]:
     """The query's parameters. Raises InvalidRequest for one that is given twice: readers of it may take either."""
     for name, values in query.lists():
         if len(values) > 1:
@@ -229,7 +229,7 @@ def replay_query(args: MultiDict[str, str]) -> int | None:
 
     Raises InvalidRequest.
     """
-    query = without_unsupported(_once(args), _KNOWN_IN_REPLAYS, _UNSUPPORTED_IN_REPLAYS)
+    query = without_unsupported(once(args), _KNOWN_IN_REPLAYS, _UNSUPPORTED_IN_REPLAYS)
     stream = query.get("stream", "false")
     if stream not in ("true", "false"):
         raise InvalidRequest("stream must be true or false.", param="stream")
@@ -261,7 +261,7 @@ _KNOWN_IN_ITEMS_QUERY = frozenset(ItemsQuery.model_fields)
 
 def items_query(args: MultiDict[str, str]) -> ItemsQuery:
     """The query as an ItemsQuery. Raises InvalidRequest."""
-    given: dict[str, Any] = without_unsupported(_once(args), _KNOWN_IN_ITEMS_QUERY, _UNSUPPORTED_IN_QUERIES)
+    given: dict[str, Any] = without_unsupported(once(args), _KNOWN_IN_ITEMS_QUERY, _UNSUPPORTED_IN_QUERIES)
     if (limit := given.get("limit", "")).isascii() and limit.isdigit() and len(limit) <= len(str(MAX_ITEMS)):
         given["limit"] = int(limit)
     return validated(ItemsQuery, given)

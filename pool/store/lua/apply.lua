@@ -10,7 +10,8 @@
 -- ARG ids list of Programs
 -- ARG kinds list admit, force, pause or mark
 -- ARG details list why; for admit and force, in front of it, the token of the request
--- INCLUDE clock record book waiting place plan
+-- ARG figures list "USED REQUIRED RESERVE" tokens that an admission was decided with, "" for others
+-- INCLUDE clock record book figures waiting place plan
 -- FLAGS allow-oom
 -- RETURN {"ok", version, {Program, why it was refused} ...} | {"version", current} | {"away"}
 at.rank, at.ms = rank, now_ms()
@@ -27,6 +28,7 @@ for i, id in ipairs(ids) do
     redis.call('ZADD', at.dirty, 'NX', at.ms, rank)
   else
     save(p)
+    if figures[i] ~= '' then redis.call('HSET', at.book, 'admission', figures[i]) end
     current = redis.call('HINCRBY', at.book, 'version', 1)
   end
 end

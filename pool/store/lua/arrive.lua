@@ -30,10 +30,11 @@
 -- ARG tokens num of the prompt, an estimate
 -- ARG force ms after which it resumes by force, if it begins to wait now
 -- ARG deadline_force ms the same for this request's own deadline, 0 for none
+-- ARG most_programs num that its tenant may have, 0: any
 -- ARG facts list name, value ... of the Program, from now on
 -- ARG first list name, value ... of a Program that is new
--- INCLUDE clock hold own accept record book waiting place arrival
--- RETURN as submit, "ok" with where it went: {"ok", at_ms, dispatched | waiting, generation}
+-- INCLUDE clock hold own accept record book figures waiting place arrival
+-- RETURN as submit, or {"many", at_ms, Programs its tenant has}, "ok" with where it went: {"ok", at_ms, dispatched | waiting, generation}
 --   | {"moved", at_ms, rank} to be declared | {"stale", at_ms}: to be bound anew first
 at.rank, at.ms = rank, now_ms()
 local p = program_of(program, pool, gone, id)
@@ -41,7 +42,8 @@ if redis.call('EXISTS', job) == 0 and p.state then
   if p.rank ~= rank then return {'moved', at.ms, p.rank} end
   if must_move(at, p, elsewhere) then return {'stale', at.ms} end
 end
-local refused = refusal(at.ms)
+local has = not p.state and most_programs > 0 and tonumber(redis.call('HGET', at.owners, tenant) or 0)
+local refused = refusal(at.ms, has and has >= most_programs and has)
 if refused then return refused end
 arrived(at, p, facts, first, tokens)
 fields[#fields + 1], fields[#fields + 2] = 'program', id

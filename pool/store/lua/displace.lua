@@ -4,7 +4,7 @@
 -- KEY gone string
 -- ARG id str
 -- ARG rank str that it is bound to
--- INCLUDE clock record book waiting place
+-- INCLUDE clock record book figures waiting place
 -- FLAGS allow-oom
 -- RETURN {"paused"} | {"void"} | {"moved", rank} to be declared
 at.rank, at.ms = rank, now_ms()

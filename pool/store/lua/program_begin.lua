@@ -16,7 +16,7 @@
 -- FLAGS allow-oom
 -- RETURN {"ok", what begin replies, {value of each field of the Program in PLACED}, dispatched_ms, retention_ms} | what else begin
 --   replies | {"fenced"}: whoever takes over the rank's work has it
-local PLACED = {'gen', 'epoch', 'prompt', 'ctx', 'shared', 'fresh_ms', 'rounds', 'segment', 'completed'}
+local PLACED = {'gen', 'epoch', 'prompt', 'ctx', 'shared', 'fresh_ms', 'rounds', 'segment', 'finish_ms', 'activated_ms'}
 local own = redis.call('HMGET', job, 'generation', 'epoch', 'entry', 'dispatched_ms', 'retention_ms')
 local place = redis.call('HMGET', program, 'gen', 'epoch', 'seat', 'rank')
 if own[3] == entry and (own[1] ~= place[1] or own[2] ~= place[2] or place[3] ~= incarnation or place[4] ~= rank

@@ -5,6 +5,7 @@
 -- KEY pool list
 -- KEY gone string
 -- KEY front hash the job that its pool begins with; any key where none is known
+-- KEY coefficients hash
 -- KEYS blocks hash those of its input, in order
 -- ARG token str
 -- ARG attempt str
@@ -20,7 +21,7 @@
 -- ARG id str of the Program
 -- ARG rank str that the Program is bound to
 -- ARG front_token str
--- INCLUDE clock kept inputs finish record book waiting place rest concerned settle
+-- INCLUDE clock kept inputs finish record book figures waiting place rest concerned settle
 -- FLAGS allow-oom
 -- RETURN {"ok", watch} | {"resend", log end} | {"stale", state} | {"gone"}
 --   | {"moved", rank} | {"front", token, log end} to be declared
@@ -32,7 +33,7 @@ local p, ticket, refused = concerned(at, keys.job)
 local logged = tonumber(seen[8] or 0)
 if refused then return {refused[1], refused[2], logged} end
 local own = redis.call('HMGET', keys.job, 'epoch', 'ends')
-if p and (is_stale(at, p) or own[1] ~= p[0].stored.epoch) then return {'stale', seen[1]} end
+if p and (is_stale(at, p) and not may_end(at, p) or own[1] ~= p[0].stored.epoch) then return {'stale', seen[1]} end
 if first_seq ~= logged then return {'resend', logged} end
 for i = 1, #entries, 1000 do
   redis.call('RPUSH', keys.log, unpack(entries, i, math.min(i + 999, #entries)))
@@ -43,6 +44,9 @@ local watch = finish(keys, token, seen, state, ttl, at.ms, fields)
 local done = state == 'completed' or state == 'incomplete'
 local o = {ends = done and own[2]}
 for i = 1, #outcome, 2 do o[outcome[i]] = tonumber(outcome[i + 1]) end
-if p and done then settle_request(at, p, o, sample) end
+if p and done then
+  settle_request(at, p, o, sample)
+  learn_coefficient(coefficients, keys.job, o.prompt)
+end
 conclude(at, p, ticket, token, done and 'completed' or 'request_failed', o)
 return {'ok', watch}

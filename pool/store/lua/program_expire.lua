@@ -13,7 +13,7 @@
 -- ARG id str of the Program
 -- ARG rank str that the Program is bound to
 -- ARG front_token str
--- INCLUDE clock due kept inputs finish record book waiting place rest concerned
+-- INCLUDE clock gap due kept inputs finish record book figures waiting place rest concerned
 -- FLAGS allow-oom
 -- RETURN {"failed", watch, rank} | {"cancelled", watch, rank} | {"early"} | {"void"}
 --   | {"blocks", ids} | {"moved", rank} | {"front", token} to be declared
@@ -29,7 +29,9 @@ if refused then return refused end
 redis.call('ZREM', keys.timers, kind .. ':' .. token)
 if not live then return {'void'} end
 keys.blocks = blocks
+local by_deadline = kind == 'queue' and redis.call('HGET', keys.job, 'waits_by_deadline')
+local why = kind == 'reader' and {} or reason_of(by_deadline and 'deadline' or kind)
 local state = kind == 'reader' and 'cancelled' or 'failed'
-local watch, worker = finish(keys, token, seen, state, ttl, at.ms, kind == 'reader' and {} or reason_of(kind))
+local watch, worker = finish(keys, token, seen, state, ttl, at.ms, why)
 conclude(at, p, ticket, token, kind == 'reader' and 'request_cancelled' or 'request_failed', {})
 return {state, watch, worker}

@@ -12,7 +12,7 @@
 -- ARG entry str of one that was never begun
 -- ARG id str of the Program
 -- ARG rank str
--- INCLUDE clock requeue record book waiting place put_back
+-- INCLUDE clock requeue record book figures waiting place put_back
 -- FLAGS allow-oom
 -- RETURN {"ok"} | {"stale", state} | {"gone"} | {"lost"}: its Program is elsewhere
 at.rank, at.ms = rank, now_ms()

@@ -15,7 +15,7 @@
 -- ARG id str of the Program
 -- ARG rank str that the Program is bound to
 -- ARG front_token str
--- INCLUDE clock requeue blame kept inputs finish record book waiting place rest concerned put_back
+-- INCLUDE clock requeue blame kept inputs finish record book figures waiting place rest concerned put_back
 -- FLAGS allow-oom
 -- RETURN {"requeued", watch, rank} | {"poison", watch, rank} | {"live"} | {"ended"}
 --   | {"blocks", ids} | {"moved", rank} | {"front", token} to be declared
@@ -29,7 +29,7 @@ local unknown = undeclared(seen[11], blocks)
 if unknown then return unknown end
 local p, ticket, refused = concerned(at, keys.job)
 if refused then return refused end
-local lost = p and is_stale(at, p)
+local lost = p and is_stale(at, p) and (queued or not may_end(at, p))
 local until_ms = tonumber(redis.call('ZSCORE', keys.leases, token) or math.huge)
 local held = tonumber(redis.call('HGET', sweep, 'hold_until_ms') or 0) > at.ms
 if ticket or not lost and (held or until_ms > at.ms) then return {'live'} end

@@ -2,20 +2,20 @@
 -- KEY program hash
 -- KEY pool list
 -- KEY gone string
+-- KEY sweep hash
 -- ARG id str
 -- ARG rank str that it is bound to
 -- ARG kind str ttl or retention
--- INCLUDE clock record book waiting place rest
+-- ARG lease ms
+-- INCLUDE clock gap due record book figures waiting place rest
 -- FLAGS allow-oom
 -- RETURN {"paused"} | {"released"} | {"early"} | {"void"} | {"moved", rank} to be declared
 at.rank, at.ms = rank, now_ms()
-local timer = kind .. ':' .. id
-local due_ms = redis.call('ZSCORE', at.timers, timer)
-if not due_ms then return {'void'} end
-if tonumber(due_ms) > at.ms then return {'early'} end
+local early = not_due(at.timers, sweep, kind, id, lease, at.ms)
+if early then return early end
 local p = program_of(program, pool, gone, id)
 if p.state and p.rank ~= rank then return {'moved', p.rank} end
-redis.call('ZREM', at.timers, timer)
+redis.call('ZREM', at.timers, kind .. ':' .. id)
 if not p.state or p.inflight > 0 or p.member then return {'void'} end
 local done = 'paused'
 if kind == 'retention' then

@@ -5,7 +5,7 @@
 -- KEY gone string
 -- ARG id str
 -- ARG rank str that it is bound to
--- INCLUDE clock record book waiting place rest
+-- INCLUDE clock record book figures waiting place rest
 -- FLAGS allow-oom
 -- RETURN {"released"} | {"ending", in flight, ticket ...} at most 100 | {"gone"} | {"moved", rank} to be declared
 at.rank, at.ms = rank, now_ms()

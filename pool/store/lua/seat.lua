@@ -1,13 +1,16 @@
 -- seat: which process a rank is; "" for none, when the rank is away. Whatever the former process had is fenced by it.
 -- KEY record hash the registration of the rank, gone with its lease
 -- KEY members zset
+-- KEY sweep hash
 -- ARG rank str
 -- ARG incarnation str
 -- ARG former str that shall be away; not looked at when another process takes the rank
--- ARG leaves flag 1: it leaves, though it is registered
--- INCLUDE clock book
+-- ARG leaves flag 1: it leaves, though it is registered; what it has begun may still end there
+-- ARG lease ms
+-- INCLUDE clock gap book
 -- FLAGS allow-oom
 -- RETURN {"ok", former incarnation} | {"same"} | {"other", incarnation} | {"live"}
+--   | {"held"}: it may have been unable to renew
 at.rank, at.ms = rank, now_ms()
 local was = redis.call('HGET', at.book, 'incarnation') or ''
 if incarnation ~= '' then redis.call('ZADD', members, at.ms, rank) end
@@ -15,9 +18,12 @@ if was == incarnation then return {'same'} end
 if incarnation == '' then
   if was ~= former then return {'other', was} end
   if leaves == 0 and redis.call('HGET', record, 'incarnation') == was then return {'live'} end
+  if leaves == 0 and gap_of(sweep, lease, at.ms) > at.ms then return {'held'} end
+  -- From now on it is away.
+  redis.call('ZADD', members, 'XX', at.ms, rank)
 end
 redis.call('HDEL', at.book, 'obs_began_ms', 'obs_tokens', 'obs_moved', 'obs_waiting', 'obs_running')
-redis.call('HSET', at.book, 'incarnation', incarnation, 'leaving', 0)
+redis.call('HSET', at.book, 'incarnation', incarnation, 'leaving', 0, 'closing', leaves == 1 and was or '')
 -- What left the former process is gone with it.
 redis.call('UNLINK', at.leaving)
 redis.call('HINCRBY', at.placement, 'ranks', 1)

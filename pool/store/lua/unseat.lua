@@ -12,6 +12,6 @@ if seen_ms and at.ms - tonumber(seen_ms) < gone_after then return {'early'} end
 if redis.call('ZREM', members, rank) == 1 then redis.call('HINCRBY', at.placement, 'ranks', 1) end
 local left = redis.call('ZCARD', at.active) + redis.call('ZCARD', at.waiting) + redis.call('XLEN', at.stream)
 if left > 0 then return {'left', left} end
-redis.call('DEL', at.book, at.leaving, at.stream, at.requests, at.continuity, at.segments)
+redis.call('DEL', at.book, at.leaving, at.stream, at.requests, at.continuity, at.segments, at.figures)
 redis.call('ZREM', at.dirty, rank)
 return {'gone'}

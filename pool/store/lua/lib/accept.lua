@@ -1,8 +1,8 @@
 -- How a job is accepted, over what submit and arrive declare by the same names.
 
 -- The reply of a submit that changes nothing, or only remembers that it was refused; nil where the job may come in. Its
--- input blocks are then held.
-local function refusal(at_ms)
+-- input blocks are then held. `many`: how many Programs its tenant has, where it would be one too many.
+local function refusal(at_ms, many)
   if redis.call('EXISTS', job) == 1 then return {'duplicate', at_ms} end
   local over = redis.call('GET', tombstone)
   if over then return {over == 'refused' and over or 'expired', at_ms} end
@@ -13,6 +13,7 @@ local function refusal(at_ms)
     held = owned(tenants, index, tenant, own_cap - n)
     code = held + n > own_cap and 'crowded'
   end
+  if not code and many then code, held = 'many', many end
   if code then
     if claimed == 1 then redis.call('SET', tombstone, 'refused', 'PX', remember) end
     return {code, at_ms, held}

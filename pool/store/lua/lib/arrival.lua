@@ -19,6 +19,8 @@ local function arrived(at, p, facts, first, tokens)
     p.state, p.status, p.rank, p.ctx, p.inflight, p.private = 'paused', 'acting', at.rank, 0, 0, 0
     learn(p, first)
     redis.call('DEL', p[0].gone)
+    redis.call('HINCRBY', at.owners, p.tenant, 1)
+    event(at, 'create', p, 'arrival')
   end
   local step = p.step or -1
   learn(p, facts)
@@ -28,17 +30,15 @@ local function arrived(at, p, facts, first, tokens)
   if tokens > p.ctx then p.ctx, p.falls = tokens, nil end
   -- It returns to the rank that it left: a sample of the continuity window.
   if p.impact_us and p.inflight == 0 and not p.member then
-    local seconds = math.max(at.ms - p.finish_ms, 0) / 1000
-    redis.call('RPUSH', at.continuity, struct.pack('<ff', seconds, p.impact_us / 1000000))
-    redis.call('LTRIM', at.continuity, -p.win, -1)
+    local ms = measured(at, 'request_interval_ms', math.max(at.ms - p.finish_ms, 0))
+    sampled(at.continuity, struct.pack('<ff', ms / 1000, p.impact_us / 1000000), p.win)
     p.impact_us = nil
   end
 end
 
 -- To the rank, where the Program has its place and is not to leave it; where Programs are only bound, it gets one at once.
 local function place_job(at, p, ticket, job, force, deadline_force)
-  local seat = redis.call('HGET', at.book, 'incarnation')
-  local free = redis.call('LLEN', p[0].pool) == 0
+  local seat, free = redis.call('HGET', at.book, 'incarnation'), redis.call('LLEN', p[0].pool) == 0
   p.patience = force
   if p.bind == 1 and p.state == 'paused' and seat and seat ~= '' and free then
     activate(at, p)

@@ -1,6 +1,6 @@
 -- The book of a rank, and what every verb that changes something of it tells. `at`: the keys of the rank, and `rank`, its
 -- id, and `ms`, the time, which each verb sets first.
--- GROUP at waiting order active book leaving stream timers dirty events placement requests continuity segments
+-- GROUP at waiting order active book leaving stream timers dirty events placement requests continuity segments owners figures
 
 -- Tokens that an active Program needs for itself, as pool/rules/programs/tokens.py has them.
 local function private_of(p)
@@ -29,6 +29,11 @@ end
 -- Whether the rank that the Program has its place on has lost it: it is away, or another process.
 local function is_stale(at, p)
   return p.state == 'active' and p.seat ~= redis.call('HGET', at.book, 'incarnation')
+end
+
+-- Whether a job that is with the rank of its stale Program may still end there: its process leaves, and finishes first.
+local function may_end(at, p)
+  return p.seat ~= nil and p.seat == redis.call('HGET', at.book, 'closing')
 end
 
 -- Plans made before this no longer hold, and somebody should make a new one. A rank that is gone gets no new book by the

@@ -1,4 +1,4 @@
--- Timers of jobs that are due.
+-- Timers of jobs and Programs that are due.
 local REASONS = {
   queue = {'queue_timeout', 'No worker began it within its queue timeout.'},
   run = {'run_timeout', 'It did not end within its run timeout.'},
@@ -13,11 +13,8 @@ local function not_due(timers, sweep, kind, token, lease, at_ms)
   if tonumber(due_ms) > at_ms then return {'early'} end
   -- As with leases: after a gap in the sweeps a reader has a lease's time to say that it is there. So have workers to begin
   -- or end what timed out in the gap; a deadline is a point in time. Put off, a timer is not in the way of those behind it.
-  local swept = redis.call('HMGET', sweep, 'last_ms', 'hold_until_ms', 'back_ms')
-  local gap_ms = at_ms - tonumber(swept[1] or 0)
-  local gap = gap_ms < 0 or gap_ms > lease / 2
-  local hold_until_ms = gap and at_ms + lease or tonumber(swept[2] or 0)
-  local in_gap = gap or tonumber(due_ms) <= tonumber(swept[3] or 0)
+  local hold_until_ms, back_ms = gap_of(sweep, lease, at_ms)
+  local in_gap = tonumber(due_ms) <= back_ms
   if hold_until_ms > at_ms and (kind == 'reader' or kind ~= 'deadline' and in_gap) then
     redis.call('ZADD', timers, hold_until_ms, timer)
     return {'early'}

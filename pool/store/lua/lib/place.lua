@@ -15,7 +15,7 @@ end
 
 -- A job of an active Program goes to the rank.
 local function dispatch(at, p, ticket, job)
-  local token, _, _, expected = opened(ticket)
+  local token, queued_ms, _, expected = opened(ticket)
   local entry = redis.call('XADD', at.stream, '*', 'job', token, 'program', p[0].id)
   redis.call('HSET', job, 'entry', entry, 'epoch', p.epoch, 'dispatched_ms', at.ms)
   if expected then p.reserved, p.reserver = expected, token end
@@ -24,6 +24,7 @@ local function dispatch(at, p, ticket, job)
     redis.call('HINCRBY', at.book, 'reasoning', 1)
     redis.call('ZREM', at.timers, 'ttl:' .. p[0].id, 'retention:' .. p[0].id)
   end
+  measured(at, 'queue_wait_ms', math.max(at.ms - queued_ms, 0))
   account(at, p)
 end
 
@@ -50,8 +51,7 @@ end
 local function pause(at, p, reason)
   vacate(at, p)
   if reason == 'ttl_expired' then
-    redis.call('RPUSH', at.segments, struct.pack('<H', math.min(p.segment or 0, 65535)))
-    redis.call('LTRIM', at.segments, -p.win, -1)
+    sampled(at.segments, struct.pack('<H', math.min(p.segment or 0, 65535)), p.win)
     p.segment = 0
   end
   p.yielded = reason == 'max_segment_yield' and 1 or nil

@@ -6,6 +6,7 @@ local function release(at, p, reason)
   leave_waiting(at, p)
   redis.call('ZREM', at.timers, 'ttl:' .. p[0].id, 'retention:' .. p[0].id)
   redis.call('DEL', p[0].key, p[0].pool)
+  if redis.call('HINCRBY', at.owners, p.tenant, -1) == 0 then redis.call('HDEL', at.owners, p.tenant) end
   redis.call('SET', p[0].gone, p.gen, 'PX', math.max(p.keep, 60000))
   event(at, 'release', p, reason)
   p[0].released = true
@@ -29,6 +30,7 @@ local function rest(at, p, token, how, ended, front)
   if not ticket and (p.ending or ended.ends) then return release(at, p, 'finished') end
   if not ticket and how ~= 'completed' and not p.completed then return release(at, p, how) end
   if stale then return pause(at, p, 'health_failover') end
+  if how == 'completed' and p.bind ~= 1 then measured(at, 'armed_ttl_ms', ended.ttl) end
   if p.bind == 1 then
     redis.call('ZADD', at.timers, at.ms + p.keep, 'retention:' .. id)
   elseif how == 'completed' and not p.mark and ended.ttl > 0 then

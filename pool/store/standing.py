@@ -1,0 +1,73 @@
+"""How a rank stands, as its own process has to know it: cheap enough to be asked all the time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pool.store.connection import Client, state_errors
+from pool.store.program_keys import ProgramKeys
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """`incarnation`: the process that has the rank, "" for none; `active`, `waiting`: how many Programs have a place
+    there, and wait for one; `leaving`: tokens of those that left while its engine still held their KV; `sent`: jobs in
+    its stream, those that run included."""
+
+    incarnation: str
+    active: int
+    waiting: int
+    leaving: Mapping[str, int]
+    sent: int
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any Program is there."""
+        return bool(self.active or self.waiting or self.leaving)
+
+
+def standing(client: Client, keys: ProgramKeys, rank: str) -> Standing:
+    """Read it, in one round trip. Raises StateUnavailable."""
+    place = keys.place(rank)
+    pipe = client.pipeline(transaction=False)
+    pipe.hget(place["book"], "incarnation")
+    pipe.zcard(place["active"])
+    pipe.zcard(place["waiting"])
+    pipe.hgetall(place["leaving"])
+    pipe.xlen(place["stream"])
+    with state_errors():
+        seat, active, waiting, leaving, sent = pipe.execute()
+    return Standing(
+        incarnation=(seat or b"").decode(),
+        active=active,
+        waiting=waiting,
+        leaving={program.decode(): int(tokens) for program, tokens in leaving.items()},
+        sent=sent,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Of some Programs: those that have a place with this process of the rank (`here`), and those that paused there and
+    may come back (`paused`)."""
+
+    here: frozenset[str] = frozenset()
+    paused: frozenset[str] = frozenset()
+
+
+def whereabouts(client: Client, keys: ProgramKeys, rank: str, incarnation: str, programs: Sequence[str]) -> Whereabouts:
+    """Look these Programs up, in one round trip. Raises StateUnavailable."""
+    if not programs:
+        return Whereabouts()
+    pipe = client.pipeline(transaction=False)
+    for program in programs:
+        pipe.hmget(keys.record(program), "state", "rank", "seat")
+    with state_errors():
+        found = pipe.execute()
+    places = dict(zip(programs, found, strict=True))
+    wanted = [b"active", rank.encode(), incarnation.encode()]
+    return Whereabouts(
+        here=frozenset(program for program, place in places.items() if place == wanted),
+        paused=frozenset(program for program, place in places.items() if place[:2] == [b"paused", rank.encode()]),
+    )
