@@ -142,7 +142,7 @@ class Returning:
                 if isinstance(event, Failed):
                     raise RuntimeError(f"{job} failed: {event.message}")
                 if isinstance(event, Finished):
-                    return Answer((first_s - began_s) * 1000, tuple(tokens), event.cached_tokens)
+                    return Answer((first_s - began_s) * 1000, tuple(tokens), event.cached_tokens or 0)
                 if isinstance(event, Tokens):
                     first_s = first_s or time.perf_counter()
                     tokens += event.token_ids
