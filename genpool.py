@@ -1,5 +1,5 @@
 """The command line: `genpool up | worker | generate | submit | status | cancel | tail | queues | programs |
-dead-letters | check | doctor | sweep | config | models | keys`.
+dead-letters | check | doctor | sweep | calibrate | config | models | keys`.
 
 Each command checks the settings, then hands over to the layer that does the work. Deliberate errors end as one line on
 stderr and exit code 1, wrong usage as exit code 2.
@@ -40,7 +40,8 @@ from tasks.rerun import audit_texts
 from tasks.supervisor import Supervisor
 from tasks.tables import print_table
 from tasks.urls import masked
-from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_weights, known_source, weights_fault
+from workers.engine_commands import calibrate, sweep
+from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_models, known_source, weights_fault
 
 
 class _Group(click.Group):
@@ -91,7 +92,7 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
     check_exposed(host, keyed=KeyRing(settings).required)
     port = launch.claim_port(host, settings.server.port if port is None else port)
     models = launch.enabled_models(settings)
-    _fetch(settings, models)
+    ensure_models(settings, models)
     server = launch.embedded_server(settings)
     if server is None:
         require_state_server(settings)
@@ -124,7 +125,7 @@ def worker(model: str, concurrency: int | None, name: str | None) -> None:
     """Run a Celery worker that serves MODEL. A second one of the same host registers as MODEL@HOST-2 by itself."""
     settings = load_settings()
     launch.require_model(settings, model)
-    _fetch(settings, [model])
+    ensure_models(settings, [model])
     hint = state_server_hint(settings)
     if hint:
         click.echo(f"genpool: {hint}", err=True)  # Celery keeps trying: the server may be on its way
@@ -142,7 +143,7 @@ def generate(prompt: str, **options: Any) -> None:
     """Generate an answer to PROMPT and print it as it comes."""
     settings = load_settings()
     request = job_commands.build_request(settings, prompt, **options)
-    _fetch(settings, [request.model])
+    ensure_models(settings, [request.model])
     with _exit_on_signals():
         job_commands.generate(settings, request, sys.stdout)
 
@@ -246,44 +247,8 @@ def doctor(port: int | None, as_json: bool) -> None:
     sys.exit(1 if failures(found) else 0)
 
 
-@cli.command()
-@click.argument("model")
-@click.option("--levels", default="1,2,4,8,16", show_default=True, help="Generations at once, one level after another.")
-@click.option("--requests", type=click.IntRange(1, 4096), default=16, show_default=True, help="Requests of each level.")
-@click.option("--prompts", default="1-256", show_default=True, metavar="MIN-MAX", help="Lengths of prompts, in tokens.")
-@click.option("--max-tokens", type=click.IntRange(1, MAX_TOKENS_LIMIT), default=32, show_default=True,
-              help="Tokens of each answer.")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of prompts and draws.")
-@click.option("--kv-tokens", type=click.IntRange(1), help="Positions of KV. Default: enough for all at once.")
-@click.option("--overcommit", type=click.FloatRange(1), default=1.0, show_default=True,
-              help="More than 1, with few --kv-tokens, makes sessions give way to each other.")  # fmt: skip
-@click.option("--prefill-tokens", type=click.IntRange(1), help="Prompt tokens of a tick. Default: the longest prompt.")
-@click.option("--cancels", type=click.IntRange(0), default=0, show_default=True,
-              help="Requests that are cancelled in the middle of their answers.")  # fmt: skip
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw it here, as SVG.")
-def sweep(model: str, json_file: Path | None, plot: Path | None, **options: Any) -> None:
-    """Run the same requests on MODEL at rising concurrency, each level on a fresh engine: what batching gains.
-
-    Half of them are greedy, half draw with seeds. Exit code 1 when a level gave other tokens than the lowest one, which
-    for that runs once more without --kv-tokens, --overcommit, --prefill-tokens and --cancels where they are given.
-    """
-    # Here, because no other command needs engines, which take long to import.
-    from workers.sweep_command import SweepOptions, sweep_model, table  # noqa: PLC0415
-    from workers.sweep_plot import svg  # noqa: PLC0415
-
-    settings = load_settings()
-    launch.require_model(settings, model)
-    weights = _fetch(settings, [model]).get(model)
-    found = sweep_model(model, settings.models[model], weights, SweepOptions(**options))
-    print_table(*table(found))
-    click.echo(f"Saturated at {found.saturation_concurrency}.")
-    if json_file is not None:
-        json_file.write_text(found.as_json(), encoding="utf-8")
-    if plot is not None:
-        plot.write_text(svg(found), encoding="utf-8")
-    if not found.corruption_free:
-        raise click.ClickException("The tokens are not the same at every level.")
+cli.add_command(sweep)
+cli.add_command(calibrate)
 
 
 @cli.command()
@@ -432,22 +397,12 @@ def pull(names: tuple[str, ...]) -> None:
     settings = load_settings()
     for name in names:
         launch.require_model(settings, name)
-    for name, path in _fetch(settings, names or launch.enabled_models(settings)).items():
+    for name, path in ensure_models(settings, names or launch.enabled_models(settings)).items():
         click.echo(f"{name}: {path}")
 
 
 cli.add_command(keys)
 cli.add_command(programs)
-
-
-def _fetch(settings: Settings, names: tuple[str, ...] | list[str]) -> dict[str, Path]:
-    """Make sure that these models' weights are there; files by model (none for weights made in code)."""
-    sources = {name: settings.models[name].source for name in names}
-    return {
-        name: ensure_weights(source, progress=True)
-        for name, source in sources.items()
-        if not source.startswith(RANDOM_PREFIX)
-    }
 
 
 def _client(settings: Settings) -> closing[Client]:

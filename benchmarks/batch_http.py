@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -26,6 +27,7 @@ from benchmarks.llama_server import llama_server
 from benchmarks.peer_environments import environment
 from benchmarks.processes import START_S, Command, Dialogue, Worker, free_port, module, peer, state_server, wait_for
 from benchmarks.streaming_client import HOST
+from tasks.config import SHIPPED_MODELS
 from workers.weights import ensure_weights
 
 WEIGHTS = "smollm2-135m-instruct:q4_0"
@@ -34,6 +36,8 @@ SLOTS = 16
 #: Positions of a slot: a prompt and its answer take a quarter of them.
 SLOT_TOKENS = 512
 FAST, EXACT = "fast", "exact"
+#: The entry of the shipped catalogue whose settings count where they are no matter of size.
+_LIKE = "smollm2-135m-q4"
 _GENPOOL = {"genpool": FAST, "genpool-exact": EXACT}
 _KV_BYTES_PER_POSITION = 23_040  # SmolLM2's, float16
 _CONFIGURATION = """\
@@ -56,16 +60,22 @@ max_active_sessions = {slots}
 max_batch_size = {slots}
 kept_prefixes = 0
 kv_budget_bytes = {kv_bytes}
+max_prefill_tokens_per_tick = {prefill_tokens}
 """
+
+
+#: A server's command, by its port.
+Peer = Callable[[int], Command]
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Tokens of an answer; requests of each client, by number of clients; threads of an engine."""
+    """Tokens of an answer; requests of each client, by number of clients; threads of an engine; positions of a slot."""
 
     tokens: int
     requests: Mapping[int, int]
     threads: int
+    slot_tokens: int = SLOT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +122,14 @@ class Contest:
         self._turns: Counter[tuple[str, int]] = Counter()
         self._prompt_tokens: dict[tuple[int, int], int] = {}
 
+    @property
+    def names(self) -> list[str]:
+        """Of all servers."""
+        return list(self._servers)
+
     def measure(self, name: str, clients: int) -> report.Sample:
         """One server with so many clients."""
-        server = self._servers[name]
-        server.go()
-        try:
-            # Whatever slept is awake now.
-            wait_for(server.ready, what=f"{name} to go on", timeout_s=START_S, every_s=0.1)
-            cpu_s = server.cpu_s()
-            run = self._client.ask(f"{name}*{self._size.requests[clients]}", clients)
-            cpu_s = server.cpu_s() - cpu_s
-        finally:
-            server.hold()
+        run, cpu_s = self._ask(name, f"{name}*{self._size.requests[clients]}", clients)
         self._compare_prompts(name, clients, run["prompt_tokens"])
         return {
             "tokens/s": run["output_tokens"] / run["took_s"],
@@ -132,6 +138,29 @@ class Contest:
             "first token p50 ms": report.percentile(run["first_ms"], 50),
             "CPU ms/token": cpu_s / run["output_tokens"] * 1000,
         }
+
+    def measure_arrival(self, name: str, streams: int, prompt_tokens: int) -> report.Sample:
+        """One server with so many streams, among which a prompt of about so many tokens arrives."""
+        run, _ = self._ask(name, f"{name}@{prompt_tokens}", streams)
+        self._compare_prompts(name, 0, run["prompt_tokens"])
+        return {
+            "longest gap ms": run["longest_ms"],
+            "p50 gap before ms": report.percentile(run["before_ms"], 50),
+            "newcomer's first token ms": run["first_ms"],
+        }
+
+    def _ask(self, name: str, what: str, number: int) -> tuple[dict[str, Any], float]:
+        """The client's figures of one server, and the CPU seconds that the server used."""
+        server = self._servers[name]
+        server.go()
+        try:
+            # Whatever slept is awake now.
+            wait_for(server.ready, what=f"{name} to go on", timeout_s=START_S, every_s=0.1)
+            cpu_s = server.cpu_s()
+            run = self._client.ask(what, number)
+            return run, server.cpu_s() - cpu_s
+        finally:
+            server.hold()
 
     def _compare_prompts(self, name: str, clients: int, tokens: int) -> None:
         """Raises RuntimeError unless all servers made the same number of tokens of the same prompts."""
@@ -153,7 +182,8 @@ def genpool(folder: Path, weights: Path, size: Size) -> Iterator[dict[str, Serve
                 flash=json.dumps(name == FAST),
                 threads=size.threads,
                 slots=SLOTS,
-                kv_bytes=SLOTS * SLOT_TOKENS * _KV_BYTES_PER_POSITION,
+                kv_bytes=SLOTS * size.slot_tokens * _KV_BYTES_PER_POSITION,
+                prefill_tokens=SHIPPED_MODELS[_LIKE]["max_prefill_tokens_per_tick"],
             )
             for name in _GENPOOL.values()
         ]
@@ -175,9 +205,9 @@ def genpool(folder: Path, weights: Path, size: Size) -> Iterator[dict[str, Serve
                 process.stop()
 
 
-def llama_cpp_servers(weights: Path, size: Size) -> dict[str, Callable[[int], Command]]:
+def llama_cpp_servers(weights: Path, size: Size) -> dict[str, Peer]:
     """llama.cpp's own, by port; those that can be built and installed."""
-    shape = {"threads": str(size.threads), "slots": str(SLOTS), "context": str(SLOTS * SLOT_TOKENS)}
+    shape = {"threads": str(size.threads), "slots": str(SLOTS), "context": str(SLOTS * size.slot_tokens)}
     built, programs = llama_server(), environment("xllamacpp")
 
     def from_source(port: int) -> Command:
@@ -190,16 +220,15 @@ def llama_cpp_servers(weights: Path, size: Size) -> dict[str, Callable[[int], Co
             [str(programs and programs / "python"), "xllamacpp_server.py", str(port), str(weights), *shape.values()]
         )
 
-    found: dict[str, Callable[[int], Command]] = {"llama-server": from_source} if built else {}
+    found: dict[str, Peer] = {"llama-server": from_source} if built else {}
     if programs:
         found["xllamacpp"] = prebuilt
     return found
 
 
-def run(size: Size, rounds: int, clients: Sequence[int]) -> dict[str, list[report.Sample]]:
-    """All servers with all numbers of clients, in turn. Samples are named `SERVER, CLIENTS`."""
-    weights = Path(ensure_weights(WEIGHTS))
-    peers = llama_cpp_servers(weights, size)
+@contextmanager
+def contest(size: Size, peers: Mapping[str, Peer], weights: Path, *, start_s: float) -> Iterator[Contest]:
+    """Our servers and the peers, all up and frozen. `start_s`: within which each must have answered a request."""
     with tempfile.TemporaryDirectory(prefix="genpool-bench-") as name, ExitStack() as stack:
         folder = Path(name)
         servers = stack.enter_context(genpool(folder, weights, size))
@@ -209,7 +238,7 @@ def run(size: Size, rounds: int, clients: Sequence[int]) -> dict[str, list[repor
             stack.callback(process.stop)
             servers[peer_name] = Server(port, "any", (process,))
         for server_name, server in servers.items():
-            wait_for(server.ready, what=server_name, timeout_s=START_S * 3, every_s=0.2)
+            wait_for(server.ready, what=server_name, timeout_s=start_s, every_s=0.2)
         for server in servers.values():
             server.hold()
         known = {server_name: {"port": each.port, "model": each.model} for server_name, each in servers.items()}
@@ -217,15 +246,21 @@ def run(size: Size, rounds: int, clients: Sequence[int]) -> dict[str, list[repor
             module("benchmarks.streaming_client", json.dumps(known), str(size.tokens)), folder / "client.log"
         )
         stack.callback(client.stop)
-        contest = Contest(servers, client, size)
-        cells = {
-            f"{server_name}, {count}": partial(contest.measure, server_name, count)
-            for count in clients
-            for server_name in servers
-        }
-        for server_name in servers:
-            contest.measure(server_name, clients[-1])  # warm
-        return report.interleaved(cells, rounds)
+        yield Contest(servers, client, size)
+
+
+def cells(served: Contest, clients: Sequence[int]) -> dict[str, Callable[[], report.Sample]]:
+    """What each round measures: all servers with all numbers of clients, named `SERVER, CLIENTS`. Warms them."""
+    for server_name in served.names:
+        served.measure(server_name, clients[-1])
+    return {f"{name}, {count}": partial(served.measure, name, count) for count in clients for name in served.names}
+
+
+def run(size: Size, rounds: int, clients: Sequence[int]) -> dict[str, list[report.Sample]]:
+    """All servers with all numbers of clients, in turn."""
+    weights = Path(ensure_weights(WEIGHTS))
+    with contest(size, llama_cpp_servers(weights, size), weights, start_s=START_S * 3) as served:
+        return report.interleaved(cells(served, clients), rounds)
 
 
 def targets(samples: Mapping[str, Sequence[report.Sample]]) -> list[report.Target]:

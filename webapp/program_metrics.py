@@ -1,7 +1,7 @@
 """The families of /metrics about Programs: what the state server counts itself, and ranks as they stand at the scrape.
 
 Everything is read from the state server, so every node and process says the same. Labels are models of the catalogue,
-ids of ranks, and fixed words; never a Program. Without Programs the families have no series.
+ids of ranks, and fixed words; never a Program.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class StateCollector(Collector):
             return [up]
         up.add_metric([], 1)
         state = (*_memory(memory), *_held(found), *_ranks(ranks), *_passed(found), *_times(found))
-        return [up, *state, *engine_families(ranks), *program_families(programs)]
+        return [up, *state, *engine_families(ranks), *(program_families(programs) if programs else ())]
 
     def _programs(self) -> dict[str, tuple[ProgramSurvey, ProgramSettings]]:
         """Of all models, where Programs are on. Raises StateUnavailable."""

@@ -106,8 +106,9 @@ class JobStream:
             yield from opening
             yield from self._follow()
         except JobErased:
-            end = View(self._seen.record.deleted(), (), self._seen.cursor)
-            yield from self._frames(self._renderer.feed(end))
+            seen = self._seen
+            record = seen.record.deleted(seen.entries[-1].next_seq if seen.entries else 0)
+            yield from self._frames(self._renderer.feed(View(record, (), seen.cursor)))
         except GenpoolError as error:
             yield from self._frames(self._renderer.failure(error))
 

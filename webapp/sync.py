@@ -73,7 +73,7 @@ def wait_for_end(
         try:
             view = waiter.next(min(look_s, deadline_s) - now_s)
         except JobErased:
-            return record.deleted(), tuple(entries)
+            return record.deleted(entries[-1].next_seq if entries else 0), tuple(entries)
         if view is not None:
             record = view.record
             entries.extend(view.entries)

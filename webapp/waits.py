@@ -2,7 +2,8 @@
 
 | event | what happens |
 |---|---|
-| a hint names a job | the reader reads that job for each of its waiters, all hinted jobs in one round trip |
+| a hint brings a job's new entries | the reader hands them to each waiter that has all that came before them |
+| a hint names a job, or entries are missing | the reader reads it for its waiters, all such jobs in one round trip |
 | no news of a job for 2 to 3 s | the reader reads it anyway (250 jobs a second): a lost hint costs seconds, no hang |
 | the subscription was (re)made | every waiter is read: what was said meanwhile is not lost |
 | a third of the orphan grace has passed | the store is told that the jobs waited for here still have a reader |
@@ -30,10 +31,13 @@ from functools import partial
 import redis
 
 from pool.errors import GenpoolError, JobNotCancellable, JobUnknown, StateUnavailable
+from pool.rules import jobs
 from pool.store.connection import Client
+from pool.store.hints import Pushed, Subscription, hint_of
 from pool.store.ids import JobRef
 from pool.store.jobs import JobStore, View
 from pool.store.keys import END_ONLY, node_channel
+from pool.store.records import JobRecord
 
 log = logging.getLogger("genpool.webapp")
 
@@ -72,6 +76,8 @@ class Waiter:
         self._waits = waits
         self._heard = ("", 0)
         self._seen = cursor
+        #: As it was last read by the reader, while it says that the job runs.
+        self._running: JobRecord | None = None
 
     def arm(self) -> None:
         """The job is stored: from now on, not finding it means that it is gone."""
@@ -95,6 +101,8 @@ class Waiter:
             raise news
         fresh = news.cursor - self._seen
         self.saw(news)
+        if fresh >= len(news.entries):
+            return news
         return View(news.record, news.entries[-fresh:] if fresh > 0 else (), news.cursor)
 
     def deliver(self, news: News) -> None:
@@ -106,9 +114,20 @@ class Waiter:
                 return
             self._heard, self.cursor = heard, news.cursor
             self.ended = news.record.terminal
+            self._running = news.record if news.record.state == jobs.RUNNING else None
         else:
             self.ended = True
         self._inbox.put(news)
+
+    def push(self, pushed: Pushed) -> bool:
+        """Hand over entries that came with a hint; called by the reader alone. False: the job must be read, because it
+        was not, or because entries before these are missing."""
+        entries, known = pushed.entries, self.cursor - pushed.first
+        if self._running is None or known < 0:
+            return False
+        if known < len(entries):
+            self.deliver(View(self._running, entries[known:], pushed.first + len(entries)))
+        return True
 
     def close(self) -> None:
         """Stop waiting. Idempotent."""
@@ -256,29 +275,32 @@ class Waits:
 
     def _follow_channel(self) -> None:
         """Subscribe and serve until the connection fails or the process ends."""
-        pubsub = self._client.pubsub()
+        subscription = Subscription(self._client, node_channel(self.node_id))
         try:
-            pubsub.subscribe(node_channel(self.node_id))
-            if pubsub.get_message(timeout=2.0) is None:
-                raise redis.exceptions.TimeoutError("no answer to SUBSCRIBE")
             self._read(self._every())
             self._delay_s = BACKOFF_S[0]
             while not self._stopping.is_set():
-                self._tell()
-                self._read(self._of(self._hinted(pubsub)))
-                self._read(self._due())
+                self._read(self._hinted(subscription))
+                if time.monotonic() >= self._next_look_s:
+                    self._tell()
+                    self._read(self._due())
         finally:
-            pubsub.close()
+            subscription.close()
 
-    def _hinted(self, pubsub: Client) -> set[str]:
-        """Tokens hinted at: waits for a first message, then takes what else is there."""
+    def _hinted(self, subscription: Subscription) -> list[Waiter]:
+        """Waits for a hint. Entries that came with it are handed over at once; else takes what other hints are there,
+        and returns the waiters whose jobs must be read: one round trip for all of them."""
         tokens: set[str] = set()
-        message = pubsub.get_message(timeout=LOOK_S if self._more_due else TURN_S)
+        message = subscription.message(LOOK_S if self._more_due else TURN_S)
         while message is not None:
-            if message["type"] == "message":
-                tokens.update(message["data"].decode("ascii", "replace").split())
-            message = pubsub.get_message(timeout=0) if len(tokens) < BATCH else None
-        return tokens
+            hint = hint_of(message)
+            if not isinstance(hint, Pushed):
+                tokens.update(hint)
+            elif [waiter for waiter in self._of([hint.token]) if not waiter.push(hint)]:
+                tokens.add(hint.token)
+            more = 0 < len(tokens) < BATCH and subscription.has_more()
+            message = subscription.message(TURN_S) if more else None
+        return self._of(tokens) if tokens else []
 
     def _every(self) -> list[Waiter]:
         with self._lock:
@@ -291,8 +313,6 @@ class Waits:
     def _due(self) -> list[Waiter]:
         """Some of those that heard nothing for long: the rest has its turn next time."""
         now_s = time.monotonic()
-        if now_s < self._next_look_s:
-            return []
         self._next_look_s = now_s + LOOK_S
         due = [waiter for waiter in self._every() if waiter.due_s <= now_s]
         self._more_due = len(due) > LOOKED_AT

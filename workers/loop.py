@@ -22,6 +22,7 @@ from pool.rules.admission import Budgets, Decision, Reason, Request, Usage, deci
 from pool.rules.batching import completion_guard, most_chunks
 from pool.rules.programs.ttl import prefill_seconds
 from tasks.ports import Engine, Event, EventSink, Generation, RunnerCapacity, Stopped
+from workers.bell import Bell
 from workers.hints import EXPIRES_S, Hint, HintAction, HintAnswer, HintDesk, HintResult
 from workers.holders import Holdings, PrefillSeconds
 from workers.offload import OffloadBudget, OffloadStore
@@ -64,7 +65,8 @@ class _Drop:
 
 
 class BatchingLoop:
-    """A Runner over an in-process engine. `limit`: generations in flight at most (more wait inside, in order).
+    """A Runner over an in-process engine. `limit`: generations in flight at most (more wait inside, in order);
+    `target_step_s`: seconds that a step with prefill should take beside generations that decode, 0: no matter.
 
     `offload`: room for KV that is moved out of the engine, if its kind can be. It is put back where that takes less
     time than `prefill_seconds` says of computing its prompt again.
@@ -77,6 +79,7 @@ class BatchingLoop:
         limit: int,
         *,
         reuse: PrefixReuse = "exact",
+        target_step_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         offload: OffloadBudget = NO_OFFLOAD,
         prefill_seconds: PrefillSeconds = REFERENCE_PREFILL,
@@ -89,7 +92,7 @@ class BatchingLoop:
         can = engine.capability()
         self._kv_positions = min(usage.total, can.max_positions)
         self._most = min(can.max_sessions, budgets.active_cap)
-        self._wake = threading.Event()
+        self._wake = Bell()
         self._keeps = can.prefix_share and reuse != "off"
         self._offloads = self._keeps and can.offload and bool(offload)
         residence = Residence(
@@ -97,11 +100,15 @@ class BatchingLoop:
             self.figures,
             overcommit=budgets.kv_overcommit,
             reuse=reuse,
-            store=OffloadStore(offload, clock=clock, wake=self._ring) if self._offloads else None,
+            store=OffloadStore(offload, clock=clock, wake=self._wake.ring) if self._offloads else None,
             prefill_seconds=prefill_seconds,
         )
         self._holders = residence.holders
-        self._scheduler = Scheduler(engine, residence, self.figures, slots=self.effective_limit())
+        self._scheduler = Scheduler(
+            engine, residence, self.figures, slots=self.effective_limit(), target_step_s=target_step_s
+        )
+        #: Prompt tokens that a tick prefills in any case, as far as there are so many.
+        self._least_prefill = 1 if target_step_s else budgets.max_prefill_tokens_per_tick
         self._inbox: deque[_Submitted | _Stop | _Drop | Hint] = deque()
         self._desk = HintDesk()
         #: Hints that have been read and not carried out yet, in order.
@@ -167,13 +174,8 @@ class BatchingLoop:
                 self._inbox.append(_Submitted(generation, queued))
             else:
                 self.figures.rejected_for(decision.reason)
-        self._ring()
+        self._wake.ring()
         return decision
-
-    def _ring(self) -> None:
-        """Wake the engine's thread. Looking first is much cheaper than setting an event that is set."""
-        if not self._wake.is_set():
-            self._wake.set()
 
     def cancel(self, job: str, attempt: int, *, how: Stopped = "cancelled") -> bool:
         """Stop a job before the next step, without any event; `how` it counts. False: it is not here (any more)."""
@@ -182,7 +184,7 @@ class BatchingLoop:
             if known:
                 self._inbox.append(_Stop((job, attempt), how))
         if known:
-            self._wake.set()
+            self._wake.ring()
         return known
 
     def holdings(self) -> dict[str, int]:
@@ -192,6 +194,10 @@ class BatchingLoop:
         is left out. Where KV is in sequences of one size (llama.cpp), whole sequences count."""
         return dict(self._holdings.tokens)
 
+    def offloaded(self) -> frozenset[str]:
+        """Holders of whom there is KV outside the engine, as of the last turn."""
+        return self._holdings.offloaded
+
     def resident_tokens(self) -> int:
         """All positions of KV that sessions or holders have, as of the last turn: those of `holdings`, and of sessions
         without a holder."""
@@ -200,7 +206,7 @@ class BatchingLoop:
     def drop_holder(self, holder: str) -> None:
         """Nothing needs to be kept for this holder any more, in the engine or outside. Its live sessions go on."""
         self._inbox.append(_Drop(holder))
-        self._ring()
+        self._wake.ring()
 
     def hint(self, holder: str, action: HintAction, *, expires_s: float = EXPIRES_S) -> HintAnswer:
         """What is to become of the KV that is kept for a holder: `retain` it, as the last to be given up; `offload` it
@@ -214,7 +220,7 @@ class BatchingLoop:
         if self._stopping or not self._desk.accept(holder):
             return HintAnswer.REJECTED
         self._inbox.append(Hint(holder, action, self.figures.clock() + expires_s))
-        self._ring()
+        self._wake.ring()
         return HintAnswer.ACCEPTED
 
     def hint_results(self) -> list[HintResult]:
@@ -232,7 +238,7 @@ class BatchingLoop:
     def set_limit(self, limit: int) -> None:
         """Generations in flight at most from now on; running ones finish."""
         self.limit = max(1, limit)
-        self._wake.set()
+        self._wake.ring()
 
     def is_alive(self) -> bool:
         """Whether its thread runs."""
@@ -254,7 +260,7 @@ class BatchingLoop:
     def stop(self) -> list[Generation]:
         """Stop after the current step, free all KV, and return the jobs that had not ended."""
         self._stopping = True
-        self._wake.set()
+        self._wake.ring()
         if self._thread is not None:
             self._thread.join()
         self._read_mail()
@@ -366,7 +372,7 @@ class BatchingLoop:
         live = self._scheduler.live()
         new_tokens = sum(session.generation.max_tokens for session in live)
         prompts = [session.prompt_tokens for session in live]
-        chunks = most_chunks(prompts, self.budgets.max_prefill_tokens_per_tick, self.engine.prefill_grid)
+        chunks = most_chunks(prompts, self._least_prefill, self.engine.prefill_grid)
         guard = completion_guard(new_tokens + chunks, self._scheduler.active, len(live) - self._scheduler.active)
         events: list[Event] = []
         for _ in range(guard):

@@ -29,6 +29,7 @@ from pool.store.placements import Outcome
 from pool.store.records import Output
 from pool.store.trials import survived
 from tasks.ports import Event, Finished, Runner, Stopped, Tokens
+from workers.bell import Bell
 
 log = logging.getLogger("genpool.outlet")
 
@@ -170,7 +171,7 @@ class Outlet:
         self._outlived: deque[Lease] = deque()
         #: Begun here, and to be given back to the queue because this attempt cannot go on.
         self._returned: deque[Lease] = deque()
-        self._wake = threading.Event()
+        self._wake = Bell()
         self._unsent_tokens = 0
         self._nudged = False
         self._stopping = False
@@ -198,7 +199,7 @@ class Outlet:
             self._lose(former, jobs.QUEUED)
         if self._runner.cancel(lease.token, lease.attempt, how="failed"):
             self._returned.append(lease)
-            self._wake.set()
+            self._wake.ring()
             return False
         held = Held(handout, next_seq=handout.logged, watch=handout.watch)
         self._held[lease.token] = held
@@ -212,13 +213,12 @@ class Outlet:
         if held is not None and held.handout is handout:
             self._leave(held, jobs.QUEUED, None)
         self._returned.append(handout.lease)
-        self._wake.set()
+        self._wake.ring()
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Take the runner's events."""
         self._events.extend(events)
-        if not self._wake.is_set():
-            self._wake.set()
+        self._wake.ring()
 
     def congested(self) -> bool:
         """Whether the state server is so far behind that the runner should pause."""
@@ -227,7 +227,7 @@ class Outlet:
     def nudge(self) -> None:
         """Something about a held job has changed (a cancel, a new watcher): look at all of them now."""
         self._nudged = True
-        self._wake.set()
+        self._wake.ring()
 
     def holds(self, handout: Handout) -> bool:
         """Whether this very attempt is still held."""
@@ -261,7 +261,7 @@ class Outlet:
     def stop(self) -> None:
         """Write everything that is left, hand back what has not ended, and end the thread."""
         self._stopping = True
-        self._wake.set()
+        self._wake.ring()
         self._thread.join()
 
     # -- the outlet's thread -----------------------------------------------------------------------------------------
@@ -269,7 +269,6 @@ class Outlet:
     def _run(self) -> None:
         while not self._stopping:
             self._wake.wait(self._pause_s())
-            self._wake.clear()
             self._turn(everything=False)
         deadline_s = time.monotonic() + HAND_BACK_LEASES * self._delivery.lease_ms / 1000
         while not (self._turn(everything=True) and self._hand_back()) and time.monotonic() < deadline_s:
@@ -289,7 +288,7 @@ class Outlet:
                 log.warning("state server: %s; %d jobs held, writing again", type(error).__name__, len(self._held))
             self._failing = True
             time.sleep(RETRY_S)
-            self._wake.set()
+            self._wake.ring()
             return False
         self._failing = False
         return True
@@ -359,10 +358,9 @@ class Outlet:
             held.watched_by(answer.watch)
             held.flushed, held.written_s = True, time.monotonic()
             self._drop_entries(held, len(held.entries))
-            nodes = answer.watch.split()
-            for node in nodes if held.ending is not None else filter(wants_tokens, nodes):
-                news.setdefault(node, []).append(held.lease.token)
             if held.ending is not None:
+                for node in answer.watch.split():
+                    news.setdefault(node, []).append(held.lease.token)
                 self._leave(held, held.ending.state, held.ending)
         elif answer.log_end < (held.entries[0].seq if held.entries else held.next_seq):
             # The log is shorter than what had been stored: the state server came back with less than it had confirmed.
@@ -373,7 +371,7 @@ class Outlet:
             # A repeated write had landed after all: keep only what lies behind the log's end, and send that next.
             held.flushed = held.flushed or answer.log_end > held.handout.logged
             self._drop_entries(held, sum(entry.seq < answer.log_end for entry in held.entries))
-            self._wake.set()
+            self._wake.ring()
 
     def _drop_entries(self, held: Held, count: int) -> None:
         """The first entries are stored, or nobody wants them any more."""
@@ -401,7 +399,7 @@ class Outlet:
         """The attempt is over (cancelled, or taken back by the sweep): drop the work."""
         if state in (jobs.QUEUED, jobs.RUNNING) and not self.is_stalled():
             self._outlived.append(held.lease)
-            self._wake.set()
+            self._wake.ring()
         # In this order: whoever submits it just now looks afterwards whether it is still held.
         self._leave(held, state, None)
         how: Stopped = "cancelled" if state == jobs.CANCELLED else "failed"

@@ -1,60 +1,86 @@
-"""What a rank's engine holds of Programs: the one place that asks the loop."""
+"""What a rank's engine holds of Programs: the one place that asks the loop, and tells it what shall leave."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from workers.hints import HintAction, HintAnswer, HintOutcome
+from workers.hints import HintAnswer, HintOutcome
 from workers.loop import BatchingLoop
 from workers.outlet import Held
 
-APPLIED = HintOutcome.APPLIED
+log = logging.getLogger("genpool.programs")
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """What was seen at one moment. `tokens`: of each Program whose KV is there, live sessions included; `waiting`,
-    `running`: requests of all kinds that wait inside the engine or before it, and that it runs."""
+    """What was seen at one moment. `tokens`: of each Program whose KV is in the engine, live sessions included;
+    `offloaded`: those of whom there is KV outside it; `waiting`, `running`: requests of all kinds that wait inside the
+    engine or before it, and that it runs."""
 
-    tokens: dict[str, int]
+    tokens: Mapping[str, int]
+    offloaded: frozenset[str]
     waiting: int
     running: int
 
+    @property
+    def programs(self) -> list[str]:
+        """All that there is anything of."""
+        return list(dict.fromkeys([*self.tokens, *self.offloaded]))
+
 
 class ProgramResidence:
-    """Called in the seat's thread; the loop answers by mail and by what it published last. `held`: the jobs that the
-    rank holds; `on_pause`: what becomes of the KV of a Program that may come back."""
+    """Called in the seat's thread; the loop answers by mail, and by what it published last. `held`: the jobs that the
+    rank holds; `on_pause`: what becomes of a paused Program's KV."""
 
     def __init__(
-        self, loop: BatchingLoop, held: Callable[[], Sequence[Held]], *, on_pause: HintAction = "drop"
+        self, loop: BatchingLoop, held: Callable[[], Sequence[Held]], *, on_pause: Literal["drop", "offload"] = "drop"
     ) -> None:
         self._loop = loop
         self._held = held
         self._on_pause = on_pause
-        #: Those whose KV could not leave the engine whole.
+        #: Whose KV could not be moved out of the engine.
         self._stuck: set[str] = set()
 
     def look(self, sent: int) -> Resident:
         """`sent`: jobs in the rank's stream a moment ago. What is not yet begun of them waits for the engine, unless
         there is room: then it is about to begin."""
-        results = self._loop.hint_results()
-        self._stuck |= {each.holder for each in results if each.action == "offload" and each.outcome is not APPLIED}
-        tokens = self._loop.holdings()
-        self._stuck &= tokens.keys()
+        self._stuck = self._take_results()
+        tokens, offloaded = self._loop.holdings(), self._loop.offloaded()
         capacity = self._loop.capacity()
         figures = self._loop.telemetry()
         unread = sent - sum(each.lease.placement is not None for each in self._held())
         full = capacity.in_flight >= capacity.effective
         return Resident(
-            tokens=dict(tokens),
+            tokens=tokens,
+            offloaded=offloaded,
             waiting=int(figures["queue_depth"]) + (max(unread, 0) if full else 0),
             running=int(figures["active_sessions"]),
         )
 
-    def leaves(self, program: str, *, paused: bool) -> None:
-        """The engine shall hold nothing of this Program any more. Until that is told it holds it; whoever sees it again
-        says it again."""
-        action: HintAction = self._on_pause if paused and program not in self._stuck else "drop"
-        if self._loop.hint(program, action) is HintAnswer.UNSUPPORTED:
-            self._loop.drop_holder(program)
+    def pause(self, program: str) -> None:
+        """The Program has no place here, and may come back: its KV leaves the engine, as the settings say. It counts
+        until it has."""
+        leaves = self._on_pause == "offload" and program not in self._stuck
+        if not leaves or self._loop.hint(program, "offload") is HintAnswer.UNSUPPORTED:
+            self.drop(program)
+
+    def drop(self, program: str) -> None:
+        """Nothing shall be kept of this Program any more, in the engine or outside."""
+        self._loop.drop_holder(program)
+
+    def _take_results(self) -> set[str]:
+        """How hints have ended; those whose KV did not leave by them."""
+        results = self._loop.hint_results()
+        for each in results:
+            log.debug(
+                "kv_hint program=%s action=%s outcome=%s freed_tokens=%d reason=%s",
+                each.holder,
+                each.action,
+                each.outcome,
+                each.freed_tokens,
+                each.reason or "none",
+            )
+        return {each.holder for each in results if each.outcome is not HintOutcome.APPLIED}

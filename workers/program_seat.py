@@ -18,13 +18,13 @@ from pool.store.program_upkeep import Look
 from pool.store.program_views import Snapshot
 from pool.store.rank_delivery import RankDelivery
 from pool.store.server_clock import ServerClock
-from pool.store.standing import Standing, standing, whereabouts
+from pool.store.standing import Standing, Stay, standing, stays
 from tasks.ports import Finished
 from tasks.program_log import Teller
 from tasks.programs import Programs
 from workers.outlet import STATE_ERRORS
 from workers.program_outcomes import Background, Completed, outcome_of, tell_dispatch, tell_end
-from workers.program_residence import ProgramResidence
+from workers.program_residence import ProgramResidence, Resident
 
 log = logging.getLogger("genpool.programs")
 
@@ -164,6 +164,8 @@ class ProgramSeat:
         if stands.incarnation != self._incarnation:
             self._delivery.seated = self._registered()
             if not self._delivery.seated:
+                for program in self._residence.look(0).programs:
+                    self._residence.drop(program)
                 return False
             log.warning("%s: its seat was lost; it takes it again", self._rank)
             self.take()
@@ -178,12 +180,11 @@ class ProgramSeat:
         self._programs.wake(self._model)
 
     def _observe(self, stands: Standing) -> None:
-        """Tell what the engine holds of Programs, and have it give up what it holds of those that have no place here:
-        they were paused or lost, or nobody knows them any more. So no command to do so can get lost."""
+        """Tell what the engine holds of Programs, and have go what it holds of those that have no place here. So no
+        command to drop can get lost: whatever nobody knows any more is found again each time."""
         seen = self._see() if stands.is_busy else None
         resident = self._residence.look(stands.sent)
         self._busy = stands.is_busy or bool(resident.tokens)
-        found = whereabouts(self._store.client, self._store.keys, self._rank, self._incarnation, list(resident.tokens))
         if seen is not None:
             look = Look(
                 began_ms=seen.now_ms,
@@ -195,8 +196,16 @@ class ProgramSeat:
                 gone=tuple(stands.leaving.keys() - resident.tokens.keys()),
             )
             self._upkeep.observe(self._rank, self._incarnation, look)
-        for program in resident.tokens.keys() - found.here:
-            self._residence.leaves(program, paused=program in found.paused)
+        self._clear(resident)
+
+    def _clear(self, resident: Resident) -> None:
+        """KV of those that were paused, or lost, or are over, goes."""
+        store = self._store
+        for program, stay in stays(store.client, store.keys, self._rank, self._incarnation, resident.programs).items():
+            if stay is Stay.AWAY:
+                self._residence.drop(program)
+            elif stay is Stay.PAUSED and program in resident.tokens:
+                self._residence.pause(program)
 
     def _see(self) -> Snapshot:
         """Read the rank; what its windows say is good until the next time."""

@@ -148,11 +148,12 @@ class Rank:
             Budgets.of(model),
             self._limit,
             reuse=model.prefix_reuse,
+            target_step_s=model.target_step_seconds,
             offload=offload,
             prefill_seconds=partial(prefill_seconds, self._settings.programs.of_model(self.model).prefill_cost_model),
         )
         self._claim_id()
-        delivery = self._deliver()
+        delivery = self._delivery = self._deliver()
         delivery.heal()
         self._outlet = Outlet(
             delivery,
@@ -300,8 +301,8 @@ class Rank:
             self._registry.retire(self._id, self._incarnation)
         except STATE_ERRORS as error:
             log.warning("%s: leaving the registry: %s", self.model, type(error).__name__)
-        for client in (self._reader, self._writer, self._registrar):
-            client.connection_pool.disconnect()
+        self._delivery.close()
+        self._registrar.connection_pool.disconnect()
         self._engine.close()
         self.state = STOPPED
 

@@ -28,6 +28,7 @@ options neutral, this is the distribution that is drawn from.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Collection, Sequence
 
@@ -72,8 +73,8 @@ def draw(
     look at. Greedy ties go to the lowest id. Raises ValueError when no token is left or the logits are not numbers.
     """
     row = _adjusted(row, sampling, banned, prompt, output)
-    best = int(np.argmax(row))
-    if not np.isfinite(row[best]):
+    best = int(row.argmax())
+    if not math.isfinite(row[best]):
         raise ValueError("the logits hold no finite maximum")
     if sampling.temperature < MIN_TEMPERATURE or sampling.top_k == 1:
         return best

@@ -38,6 +38,7 @@ from tasks.ports import (
 from workers.hints import Hint, HintResult
 from workers.residence import Residence
 from workers.sessions import Job, Phase, Session
+from workers.stepping import Stepping
 from workers.telemetry import Telemetry
 
 log = logging.getLogger("genpool.loop")
@@ -75,15 +76,19 @@ class Tick:
 
 
 class Scheduler:
-    """`slots`: sessions that may be active at once; it may change between ticks."""
+    """`slots`: sessions that may be active at once; it may change between ticks. `target_step_s`: seconds that a step
+    with prefill should take beside sessions that decode; 0: no matter."""
 
-    def __init__(self, engine: Engine, residence: Residence, telemetry: Telemetry, *, slots: int) -> None:
+    def __init__(
+        self, engine: Engine, residence: Residence, telemetry: Telemetry, *, slots: int, target_step_s: float = 0.0
+    ) -> None:
         self._engine = engine
         self._residence = residence
         self._holders = residence.holders
         self._telemetry = telemetry
         self._budgets = telemetry.budgets
         self._slots = slots
+        self._stepping = Stepping(engine, telemetry, target_step_s)
         self._eos_ids = frozenset(engine.vocabulary.eos_ids)
         self._fingerprint = engine.fingerprint()
         self._jobs: dict[Key, Job] = {}
@@ -183,7 +188,8 @@ class Scheduler:
         if batch:
             self._run(batch)
             self._promote()
-            self._telemetry.see(self._engine.kv_usage())
+            if self._report.left or self._report.promoted:
+                self._telemetry.see(self._engine.kv_usage())
         return self.report()
 
     def report(self) -> Tick:
@@ -310,7 +316,7 @@ class Scheduler:
         self._report.decoded += [session.id for session in now]
         stops = prefill_stops(
             [Prefill(session.held, len(session.feed)) for session in self._prefilling],
-            budget_tokens=self._budgets.max_prefill_tokens_per_tick,
+            budget_tokens=self._stepping.prefill_budget(len(now), settled=self._is_settled()),
             grid=self._engine.prefill_grid,
         )
         for session, stop in zip(self._prefilling, stops, strict=True):
@@ -318,6 +324,10 @@ class Scheduler:
                 batch.append((session, session.chunk(stop)))
                 self._report.prefilled.append(session.id)
         return batch
+
+    def _is_settled(self) -> bool:
+        """Whether anybody who decodes has had more than a first token."""
+        return any(len(session.output) > 1 for session in self._decoding)
 
     def _secure(self, session: Session) -> None:
         """Make sure of room for the session's next position, at the youngest's cost if it must be."""
@@ -351,30 +361,12 @@ class Scheduler:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def _run(self, batch: list[tuple[Session, Member]]) -> None:
-        began_s = self._telemetry.clock()
-        results = self._step([member for _, member in batch])
-        now_s = self._telemetry.clock()
-        self._telemetry.stepped(now_s - began_s)
+        rows = sum(session.phase is Phase.DECODING for session, _ in batch)
+        results, now_s = self._stepping.run([member for _, member in batch], rows)
         for (session, member), result in zip(batch, results, strict=True):
             # A sibling's failure in this very step may have ended the whole job.
             if session.phase is not Phase.DONE:
                 self._settle(session, member, result, now_s)
-
-    def _step(self, members: Sequence[Member]) -> list[StepResult]:
-        """Run the batch; when it raises, run its members alone, so that only the culprit fails."""
-        try:
-            return self._checked_step(members)
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises must not end the loop
-            log.error("engine step of %d members failed: %s", len(members), type(error).__name__)
-            if len(members) == 1:
-                return [MemberError(f"The engine failed: {type(error).__name__}.")]
-            return [result for member in members for result in self._step([member])]
-
-    def _checked_step(self, members: Sequence[Member]) -> list[StepResult]:
-        results = self._engine.step(members)
-        if len(results) != len(members):
-            raise RuntimeError(f"the engine answered {len(results)} results for {len(members)} members")
-        return results
 
     # -- its results -------------------------------------------------------------------------------------------------
 

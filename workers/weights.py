@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from pool.errors import ConfigurationError
-from tasks.config import model_cache
+from tasks.config import Settings, model_cache
 from tasks.urls import masked
 from workers.requantised import FILE_TYPES, make_requantised, requantised_fault, requantised_path, split
 
@@ -86,6 +86,17 @@ def ensure_weights(source: str, *, progress: bool = False) -> Path:
         return _ensure_requantised(name, original, file_type) if file_type else original
     except OSError as error:
         raise ConfigurationError(f"The model cache {model_cache()} cannot be used: {error.strerror}") from error
+
+
+def ensure_models(settings: Settings, names: Iterable[str]) -> dict[str, Path]:
+    """Make sure that these models' weights are there, with progress shown; files by model (none for weights made in
+    code). Raises what `ensure_weights` raises."""
+    sources = {name: settings.models[name].source for name in names}
+    return {
+        name: ensure_weights(source, progress=True)
+        for name, source in sources.items()
+        if not source.startswith(RANDOM_PREFIX)
+    }
 
 
 def known_source(source: str) -> Source | None:

@@ -18,10 +18,11 @@ from pool.store import rebuilding
 from pool.store.connection import Client
 from pool.store.entries import drop, token_of
 from pool.store.handouts import Entry, Handout, Lease, Taken, Write, Written, handout_of, written_of
+from pool.store.hints import MOST_BYTES
 from pool.store.inputs import fetch
 from pool.store.keys import GROUP, ModelKeys, node_channel
 from pool.store.log import pack
-from pool.store.scripts import Command, run_many, run_stream, script
+from pool.store.scripts import Command, Line, run_many, run_stream, script
 from pool.store.trials import ALL_ALONE, AMONG_OTHERS, keep
 
 #: Position of the logged tokens in begin's reply.
@@ -45,9 +46,17 @@ class Delivery:
     shard: int = 0
     keys: ModelKeys = field(init=False)
     _reader_id: int | None = field(init=False, default=None)
+    _line: Line = field(init=False)
 
     def __post_init__(self) -> None:
         self.keys = ModelKeys(f"{self.model}:{self.shard}")
+        self._line = Line(self.writer)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._line.close()
+        self.reader.connection_pool.disconnect()
+        self.writer.connection_pool.disconnect()
 
     def take(self, room: int, block_ms: int) -> Taken:
         """Read at most `room` (>= 1) jobs, waiting up to `block_ms`, and begin each; all at once."""
@@ -191,13 +200,14 @@ class Delivery:
             self.writer.execute_command("CLIENT", "UNBLOCK", self._reader_id)
 
     def write(self, writes: Iterable[Write]) -> list[Written]:
-        """Append to logs and end jobs. Safe to repeat after a connection failure."""
+        """Append to logs and end jobs. Safe to repeat after a connection failure. Who follows a job is told of what is
+        appended; of ends, `hint` tells."""
         return list(self.write_each(writes))
 
     def write_each(self, writes: Iterable[Write]) -> Iterator[Written]:
         """As `write`, but each write is built, and each answer given, while the server works on others. Nothing happens
         unless the answers are asked for."""
-        return map(written_of, run_stream(self.writer, map(self._command, writes)))
+        return map(written_of, self._line.run_stream(map(self._command, writes)))
 
     def _command(self, write: Write) -> Command:
         keys, lease = self.keys, write.lease
@@ -206,11 +216,14 @@ class Delivery:
             return script("append")(
                 job=keys.job(lease.token),
                 log=keys.log(lease.token),
+                token=lease.token,
                 attempt=lease.attempt,
                 nonce=lease.nonce,
                 first_seq=write.first_seq,
                 count=write.count,
                 entries=entries,
+                channels=node_channel(""),
+                most=MOST_BYTES,
             )
         return script("complete")(
             **keys.ending(lease.token, lease.blocks),

@@ -40,7 +40,7 @@ PLAIN = PlainWay()
 @dataclass(frozen=True, slots=True)
 class View:
     """A consistent look at one job: its record, and its log from a cursor on. `cursor` is where the next read starts.
-    When the record is terminal, the log is complete."""
+    When the record is terminal, the log is complete; of a running job, it may be newer than the record."""
 
     record: JobRecord
     entries: tuple[LogEntry, ...]

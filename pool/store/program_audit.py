@@ -1,7 +1,7 @@
 """The part of the audit that is about Programs; `pool/store/audit.py` runs it, twice.
 
 I4  a rank's book: its tokens are the private tokens of its active Programs, what leaves is what is listed as
-    leaving, and the numbers of active and of reasoning Programs are right
+    leaving, and the numbers of active and of reasoning Programs are right; so is how many Programs a tenant has
 I5  a Program is in one place: active, with the jobs that are with its rank; or waiting, with the front of its pool;
     or idle, with a timer that ends it
 I7  no list, timer or pool names a Program that is gone
@@ -79,8 +79,18 @@ class ProgramAudit:
             yield from self._rank(rank, found)
         for stored in found.records.values():
             yield from self._program(stored, found)
+        yield from self._owners(found)
         for program in {*found.pools, *found.timers} - {*found.records}:
             yield Violation("I7", program, "a pool or a timer outlived the Program")
+
+    def _owners(self, found: Found) -> Iterator[Violation]:
+        """Subjects are numbers: the names are those of API keys."""
+        owned = Counter(stored.text("tenant") for stored in found.records.values())
+        stated = {owner.decode(): int(count) for owner, count in self._client.hgetall(self._keys.owners).items()}
+        for number, owner in enumerate(sorted({*owned, *stated})):
+            if owned[owner] != stated.get(owner, 0):
+                text = f"it is said to have {stated.get(owner, 0)} Programs, and has {owned[owner]}"
+                yield Violation("I4", f"owner {number}", text)
 
     def _rank(self, rank: str, found: Found) -> Iterator[Violation]:
         client, place = self._client, self._keys.place(rank)
@@ -104,15 +114,15 @@ class ProgramAudit:
                 yield Violation("I4", rank, f"the book says {book.get(name, 0)} {name}, its Programs make {count}")
         for program in active ^ {stored.id for stored in owners}:
             yield Violation("I5", program, f"its record and the active Programs of rank {rank} disagree")
-        waiters = {stored.id: stored for stored in here if "member" in stored.fields}
+        waiters = {stored.id: stored for stored in here if "standing" in stored.fields}
         if waiting != {program: stored.number("force_ms") for program, stored in waiters.items()}:
             yield Violation("I5", rank, "who waits there by force deadline, and who by their records, disagree")
-        if order != {stored.text("member") for stored in waiters.values()}:
+        if order != {stored.text("standing") + stored.id for stored in waiters.values()}:
             yield Violation("I5", rank, "who waits there by order, and who by their records, disagree")
 
     def _program(self, stored: Stored, found: Found) -> Iterator[Violation]:
         inflight, pool = stored.number("inflight"), found.pools.get(stored.id, [])
-        timers, waits = found.timers.get(stored.id, set()), "member" in stored.fields
+        timers, waits = found.timers.get(stored.id, set()), "standing" in stored.fields
         is_active = stored.text("state") == "active"
         if inflight != found.sent[stored.id]:
             yield Violation(

@@ -30,6 +30,7 @@ class ProgramDelivery(Delivery):
     _placements: dict[str, Placement] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.keys: RankKeys = RankKeys(f"{self.model}:{self.shard}", self.rank)
 
     def _entries(self, items: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Entry]:
@@ -87,7 +88,7 @@ class ProgramDelivery(Delivery):
                 sent.append(write)
                 yield self._command(write)
 
-        for reply in run_stream(self.writer, commands()):
+        for reply in self._line.run_stream(commands()):
             yield self._answer(sent.popleft(), reply)
 
     def _answer(self, write: Write, reply: Sequence[Any]) -> Written:

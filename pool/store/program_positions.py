@@ -17,8 +17,8 @@ def ahead_of_program_job(client: Client, ref: JobRef, program: str) -> int:
     keys = ProgramKeys(ref.tag)
     pipe = client.pipeline(transaction=False)
     pipe.hmget(keys.job(ref.token), "entry", "ticket")
-    pipe.hmget(keys.record(program), "rank", "member")
-    (entry, ticket), (rank, member) = pipe.execute()
+    pipe.hmget(keys.record(program), "rank", "standing")
+    (entry, ticket), (rank, standing) = pipe.execute()
     if rank is None or entry is None:
         return 0
     place = keys.place(rank.decode())
@@ -27,7 +27,7 @@ def ahead_of_program_job(client: Client, ref: JobRef, program: str) -> int:
         pipe.xpending(place["stream"], GROUP)
         before, read = pipe.execute()
         return max(len(before) - int(read["pending"]), 0)
-    pipe.zrank(place["order"], member or b"")
+    pipe.zrank(place["order"], (standing or b"") + program.encode())
     pipe.lpos(keys.pool(program), ticket)
     programs, jobs = pipe.execute()
     return int(programs or 0) + int(jobs or 0)

@@ -13,7 +13,7 @@ The record is a HASH with short names: a million of them are kept.
 * its segment: `was` (ever active), `rounds`, `segment` (since it was paused by TTL), `activated_ms`, `yielded`,
   `mark` (pause when idle), `finish_ms`, `impact_us` (what a miss of its next request would cost), `completed`,
   `ttl_ms`, `auto_ms` (end of the automatic part of the hold)
-* while it waits: `member` (of the order), `queued_ms prio expected force_ms`
+* while it waits: `standing` (in the order, to which the id is added), `queued_ms prio expected force_ms`
 * else: `ending`: it is over when its jobs are; `step` of its last request
 """
 
@@ -110,8 +110,8 @@ class Stored:
         """A field's number, None where it is absent."""
         return int(self.fields[name]) if name in self.fields else None
 
-    def program(self) -> Program:
-        """As the rules see it."""
+    def program(self, awaited_by: tuple[str, ...] = ()) -> Program:
+        """As the rules see it. `awaited_by`: its ancestors, which are in no single record."""
         return Program(
             id=self.id,
             state=State(self.text("state")),
@@ -129,10 +129,11 @@ class Stored:
             pause_when_idle=bool(self.number("mark")),
             waiting=self._waiting(),
             held_by_hint_ms=self._held_by_hint_ms(),
+            awaited_by=awaited_by,
         )
 
     def _waiting(self) -> Waiting | None:
-        if "member" not in self.fields:
+        if "standing" not in self.fields:
             return None
         return Waiting(
             queued_ms=self.number("queued_ms"),

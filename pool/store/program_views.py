@@ -17,8 +17,11 @@ from pool.store.connection import Client
 from pool.store.program_keys import WINDOWS, ProgramKeys
 from pool.store.program_records import Stored, stored_of
 
-#: Waiting Programs that a snapshot shows, of each of its two orders; and active ones, of which sums are to be exact.
-MOST_WAITING = 50
+#: Waiting Programs that a snapshot shows: those that come first, and those that are forced first, of whom the order
+#: knows nothing. Each costs the server about as much as a command of the plan. And active ones, of which sums are to be
+#: exact.
+MOST_IN_ORDER = 16
+MOST_BY_FORCE = 8
 MOST_ACTIVE = 1000
 
 
@@ -48,8 +51,8 @@ def snapshot(client: Client, keys: ProgramKeys, rank: str, settings: ProgramSett
     pipe.hgetall(place["book"])
     pipe.hget(keys.placement, "ranks")
     pipe.time()
-    pipe.zrange(place["waiting"], 0, MOST_WAITING - 1)
-    pipe.zrange(place["order"], 0, MOST_WAITING - 1)
+    pipe.zrange(place["waiting"], 0, MOST_BY_FORCE - 1, withscores=True)
+    pipe.zrange(place["order"], 0, MOST_IN_ORDER - 1)
     pipe.zcard(place["waiting"])
     pipe.zrange(place["active"], 0, MOST_ACTIVE - 1)
     for name in WINDOWS:
@@ -57,15 +60,18 @@ def snapshot(client: Client, keys: ProgramKeys, rank: str, settings: ProgramSett
     stored, rank_set, clock, by_force, by_order, waiting, active, *samples = pipe.execute()
     book = {name.decode(): value.decode() for name, value in stored.items()}
     now_ms = clock[0] * 1000 + clock[1] // 1000
-    wanted = dict.fromkeys([*(p.decode() for p in by_force), *(member[-32:].decode() for member in by_order)])
+    # Nobody holds a reservation who has more than half of the longest force wait before him.
+    near_ms = now_ms + round(settings.force_resume_timeout_seconds * 500)
+    holders = (program.decode() for program, force_ms in by_force if force_ms <= near_ms)
+    wanted = dict.fromkeys([*holders, *(member[-32:].decode() for member in by_order)])
     records, fronts = _records(client, keys, [*wanted, *(p.decode() for p in active)], wanted)
-    windows = _windows(samples)
+    windows, seen = _windows(samples), _seen(records, rank)
     return Snapshot(
         rank=replace(
             _rank_of(rank, book, settings),
             means=means_of(windows, settings.stats_window_size),
-            programs=tuple(each for each in _seen(records, rank) if each.state is State.ACTIVE),
-            waiting=tuple(each for each in _seen(records, rank) if each.waiting is not None),
+            programs=tuple(each for each in seen if each.state is State.ACTIVE),
+            waiting=tuple(each for each in seen if each.waiting is not None),
         ),
         now_ms=now_ms,
         version=int(book.get("version", 0)),
@@ -73,7 +79,7 @@ def snapshot(client: Client, keys: ProgramKeys, rank: str, settings: ProgramSett
         rank_set=int(rank_set or 0),
         moved_tokens=int(book.get("moved", 0)),
         fronts=fronts,
-        is_whole=waiting <= MOST_WAITING,
+        is_whole=waiting <= MOST_IN_ORDER,
         windows=windows,
         told=book.get("told", ""),
     )
@@ -172,11 +178,8 @@ def _parents(records: Mapping[str, Stored], children: Iterable[Stored]) -> list[
 
 
 def _seen(records: Mapping[str, Stored], rank: str) -> list[Program]:
-    return [
-        replace(stored.program(), awaited_by=_ancestors(stored, records))
-        for stored in records.values()
-        if stored.text("rank") == rank
-    ]
+    here = [stored for stored in records.values() if stored.text("rank") == rank]
+    return [stored.program(_ancestors(stored, records)) for stored in here]
 
 
 def _ancestors(stored: Stored, records: Mapping[str, Stored]) -> tuple[str, ...]:

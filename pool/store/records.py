@@ -145,10 +145,10 @@ class JobRecord:
         """Whether the record will never change again."""
         return jobs.is_terminal(self.state)
 
-    def deleted(self) -> JobRecord:
+    def deleted(self, logged_tokens: int = 0) -> JobRecord:
         """What was last seen of a job that is deleted since, as its readers are told: cancelled. That is what it was,
-        unless it ended by itself in the moment before."""
-        return replace(self, state=jobs.CANCELLED)
+        unless it ended by itself in the moment before. `logged_tokens`: those that were seen of its log."""
+        return replace(self, state=jobs.CANCELLED, logged_tokens=max(self.logged_tokens, logged_tokens))
 
 
 #: What a reader of a job needs of its HASH; prompt and input stay where they are, they may be large.

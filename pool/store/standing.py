@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from pool.store.connection import Client, state_errors
 from pool.store.program_keys import ProgramKeys
@@ -47,27 +48,28 @@ def standing(client: Client, keys: ProgramKeys, rank: str) -> Standing:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Whereabouts:
-    """Of some Programs: those that have a place with this process of the rank (`here`), and those that paused there and
-    may come back (`paused`)."""
+class Stay(StrEnum):
+    """How a Program stands with a process of a rank."""
 
-    here: frozenset[str] = frozenset()
-    paused: frozenset[str] = frozenset()
+    #: It has its place with this process.
+    ACTIVE = "active"
+    #: It is bound to the rank, without a place.
+    PAUSED = "paused"
+    #: It is gone, is elsewhere, or has its place with another process.
+    AWAY = "away"
 
 
-def whereabouts(client: Client, keys: ProgramKeys, rank: str, incarnation: str, programs: Sequence[str]) -> Whereabouts:
-    """Look these Programs up, in one round trip. Raises StateUnavailable."""
+def stays(client: Client, keys: ProgramKeys, rank: str, incarnation: str, programs: Sequence[str]) -> dict[str, Stay]:
+    """How these Programs stand with this process of the rank. Raises StateUnavailable."""
     if not programs:
-        return Whereabouts()
+        return {}
     pipe = client.pipeline(transaction=False)
     for program in programs:
         pipe.hmget(keys.record(program), "state", "rank", "seat")
     with state_errors():
         found = pipe.execute()
-    places = dict(zip(programs, found, strict=True))
-    wanted = [b"active", rank.encode(), incarnation.encode()]
-    return Whereabouts(
-        here=frozenset(program for program, place in places.items() if place == wanted),
-        paused=frozenset(program for program, place in places.items() if place[:2] == [b"paused", rank.encode()]),
-    )
+    known = {
+        (b"active", rank.encode(), incarnation.encode()): Stay.ACTIVE,
+        (b"paused", rank.encode(), None): Stay.PAUSED,
+    }
+    return {program: known.get(tuple(place), Stay.AWAY) for program, place in zip(programs, found, strict=True)}

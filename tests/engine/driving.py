@@ -40,10 +40,10 @@ def needs(engine: Engine, flag: str) -> None:
 
 
 def row_of(result: StepResult) -> Logits:
-    """The logits of a result that must hold some."""
+    """A copy of the logits of a result that must hold some: the engine's own may hold until its next step."""
     assert isinstance(result, StepLogits), result
     assert result.row is not None
-    return result.row
+    return result.row.copy()
 
 
 def begin(

@@ -112,8 +112,8 @@ def test_a_takeover_replays_to_the_same_bits(engine: Engine) -> None:
     members = [Member("a", 1, ids(token), 37 + k, k == 3) for k, token in enumerate(original.tokens[:4])]
     forced = [engine.step([member])[0] for member in members]
     assert [isinstance(result, StepLogits) and result.row is None for result in forced] == [True, True, True, False]
-    rest = decode(engine, "a", original.tokens[4:7], 41, epoch=1)
-    assert same_bits([row_of(forced[-1]), *rest], original.rows[4:8])
+    rows = [row_of(forced[-1]), *decode(engine, "a", original.tokens[4:7], 41, epoch=1)]
+    assert same_bits(rows, original.rows[4:8])
 
 
 def test_unknown_sessions_are_cache_misses(engine: Engine) -> None:

@@ -283,6 +283,27 @@ def test_what_a_holder_keeps_is_given_up_only_for_one_that_could_never_run() -> 
     assert loop.telemetry()["kv_pinned_bytes"] == 0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_holders_and_other_jobs_never_stop_each_other(seed: int) -> None:
+    """However full what is kept for holders makes the engine, all jobs end, with the tokens they have alone: a job of
+    nobody waits at most until nobody runs, and then what was unused longest is given up."""
+    rng = np.random.default_rng(seed)
+    loop = looped(BlockEngine(blocks=16), kv_overcommit=2.0)
+    given = [
+        generation(
+            f"job-{number}",
+            words(int(rng.integers(20, 180)), seed=number),
+            max_tokens=int(rng.integers(2, 40)),
+            holder=f"program-{number % 5}" if number % 2 else "",
+        )
+        for number in range(24)
+    ]
+    for each in given:
+        loop.submit(each)
+    events = run(loop)
+    assert [tokens_of(events, each.job) for each in given] == [alone(each) for each in given]
+
+
 def test_nothing_is_kept_for_a_holder_that_could_not_find_it() -> None:
     """Where nobody begins with anything."""
     loop = looped(BlockEngine(), reuse="off")

@@ -141,7 +141,7 @@ def started_ms(record: JobRecord) -> int:
 def test_a_killed_worker_costs_a_program_nothing(system: System, agents: Agents, sampling: Sampling) -> None:
     """Another rank resumes it in the middle of its request: the same text, and everything it has done."""
     rank, other = ranks(system, TINY)
-    options = {"model": TINY, "sampling": sampling, "max_tokens": 1200}
+    options = {"model": TINY, "sampling": sampling, "max_tokens": 600}
     expected = system.ended(agents.plain(PROMPT, **options), timeout_s=60).outputs
     job = agents.ask("lead", PROMPT, rank=rank, **options)
     wait_until(lambda: system.record(job).logged_tokens > 50, description="a generation under way", timeout_s=30)

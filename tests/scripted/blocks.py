@@ -84,6 +84,7 @@ class BlockEngine:
         self._cells = np.zeros((blocks, block_tokens), np.int64)
         self._held: dict[Key, _Held] = {}
         self._kept: dict[str, tuple[str, TokenIds]] = {}
+        self._rows: list[Logits] = []
 
     def fingerprint(self) -> str:
         """The same for all of a kind."""
@@ -165,9 +166,12 @@ class BlockEngine:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
-        """See `tasks.ports.Engine.step`. Where it raises, no session has changed."""
+        """See `tasks.ports.Engine.step`. Where it raises, no session has changed. Rows of the last step become none."""
         assert len({(member.session, member.epoch) for member in batch}) == len(batch)
+        for row in self._rows:
+            row.fill(np.nan)
         results = [self._result(member) for member in batch]
+        self._rows = [result.row for result in results if isinstance(result, StepLogits) and result.row is not None]
         for member, result in zip(batch, results, strict=True):
             if isinstance(result, StepLogits):
                 held = self._held[member.session, member.epoch]

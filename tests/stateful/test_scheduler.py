@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -31,9 +31,10 @@ from hypothesis.stateful import (
 from pool.rules.admission import Budgets, Reason
 from pool.rules.batching import MAX_PASSES
 from tasks.payloads import Sampling
-from tasks.ports import Failed, Finished, Generation, Member, StepResult, TokenIds, Tokens
+from tasks.ports import Failed, Finished, Generation, Tokens
 from tests.engine.looping import generation, undisturbed
 from tests.scripted.blocks import BlockEngine
+from tests.stateful.watched_engine import Watched
 from workers.hints import HintAnswer, HintOutcome
 from workers.loop import BatchingLoop
 from workers.offload import OffloadBudget
@@ -46,29 +47,6 @@ PATIENCE_TICKS = 4 * 24 * 40
 OPERATIONS = Counter[str]()
 #: What came of them, all machines together.
 HAPPENED = Counter[str]()
-
-
-class Watched(BlockEngine):
-    """Raises while a culprit is in the batch, and remembers the last step and what sessions began with."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.culprits: set[str] = set()
-        self.batch: list[Member] = []
-        #: By session: whether most of its prompt was here when it began last.
-        self.was_resident: dict[str, bool] = {}
-
-    def begin(self, session: str, epoch: int, prompt: TokenIds, positions: int, scope: str = "") -> int | None:
-        found = super().begin(session, epoch, prompt, positions, scope)
-        if found is not None:
-            self.was_resident[session] = 2 * found >= len(prompt)
-        return found
-
-    def step(self, batch: Sequence[Member]) -> list[StepResult]:
-        self.batch = list(batch)
-        if any(member.session in self.culprits for member in batch):
-            raise RuntimeError("a culprit is in the batch")
-        return super().step(batch)
 
 
 @dataclass
@@ -112,6 +90,7 @@ class Machine(RuleBasedStateMachine):
         batch=st.integers(1, 4),
         limit=st.sampled_from([8, 4, 1]),
         prefill=st.sampled_from([1, 16, 40, 512]),
+        target_s=st.sampled_from([0.0, 0.001, 0.02, 0.1]),
         depth=st.sampled_from([0, 4, 24]),
         outside=st.sampled_from([0, 1000, 2**20, 2**20]),
         dear=st.sampled_from([True, True, False]),
@@ -126,6 +105,7 @@ class Machine(RuleBasedStateMachine):
         batch: int,
         limit: int,
         prefill: int,
+        target_s: float,
         depth: int,
         outside: int,
         dear: bool,
@@ -143,13 +123,13 @@ class Machine(RuleBasedStateMachine):
             max_queue_depth=depth,
             kv_overcommit=overcommit,
         )
-        self.now_s = 0.0
         self.loop = BatchingLoop(
             self.engine,
             self.budgets,
             limit,
             reuse=reuse,
-            clock=lambda: self.now_s,
+            target_step_s=target_s,
+            clock=lambda: self.engine.now_s,
             offload=OffloadBudget(memory_bytes=outside, retention_s=3.0),
             prefill_seconds=lambda tokens: tokens * dear,
         )
@@ -258,7 +238,7 @@ class Machine(RuleBasedStateMachine):
 
     def _work(self, count: int) -> None:
         for _ in range(count):
-            self.now_s += 0.01
+            self.engine.now_s += 0.01
             self.ticks += 1
             self.engine.batch = []
             waiting = {name for name, job in self.jobs.items() if not job.began}

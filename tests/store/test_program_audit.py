@@ -8,7 +8,7 @@ import pytest
 
 from pool.store.audit import Audit
 from pool.store.connection import Client
-from tests.program_scene import Scene, pid
+from tests.program_scene import TENANT, Scene, pid
 
 Damage = Callable[[Scene], object]
 
@@ -55,6 +55,7 @@ BREAKS: dict[str, tuple[str, str, Damage]] = {
     "count": ("I4", "a", lambda s: s.client.hincrby(place(s, "book"), "active", -1)),
     "reasoning": ("I4", "a", lambda s: s.client.hincrby(place(s, "book"), "reasoning", 1)),
     "not among the active": ("I5", pid("holds"), lambda s: s.client.zrem(place(s, "active"), pid("holds"))),
+    "owner": ("I4", "owner 0", lambda s: s.client.hincrby(s.keys.owners, TENANT, 1)),
     "active twice": ("I5", pid("idle"), lambda s: s.client.zadd(place(s, "active"), {pid("idle"): 1})),
     "not waiting": ("I5", "a", lambda s: s.client.zrem(place(s, "waiting"), pid("waits"))),
     "other deadline": ("I5", "a", lambda s: s.client.zincrby(place(s, "waiting"), 1, pid("waits"))),

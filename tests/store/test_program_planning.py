@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pool.rules.programs.binding import home, ring_of
 from pool.rules.programs.windows import RequestSample
 from pool.settings import ModelSettings
 from pool.store.connection import Client
@@ -151,6 +152,17 @@ def test_all_who_may_become_active_in_one_turn(site: Site) -> None:
         site.scene.arrive(f"agent-{number}")
     site.woken()
     assert site.scene.book()["active"] == "70"
+
+
+@with_settings(resume_order="fcfs")
+def test_those_behind_many_who_do_not_fit_are_looked_at(site: Site) -> None:
+    """A snapshot shows fifty; each that becomes active shows one more."""
+    for number in range(49):
+        site.scene.arrive(f"large-{number}", tokens=2000)
+    for number in range(3):
+        site.scene.arrive(f"small-{number}")
+    site.woken()
+    assert site.scene.book()["active"] == "3"
 
 
 @with_settings(binding_only=True, token_capacity_per_dp_rank=150)
@@ -344,6 +356,19 @@ def test_without_a_rank_programs_wait_for_one(site: Site) -> None:
     assert [key for key in left if scene.client.exists(key)] == []
 
 
+def test_a_session_stays_together_when_its_rank_is_lost(site: Site) -> None:
+    """Its Programs are bound anew by what they were first bound by, not by their names."""
+    scene = site.scene
+    for number in range(6):
+        scene.arrive(f"session:{number}", key="session")
+    site.die("a")
+    for rank in ("b", "c", "d"):
+        site.join(rank, f"first-{rank}")
+    site.tick()
+    expected = home(ring_of(["a", "b", "c", "d"], 160), "session", {"b", "c", "d"})
+    assert {scene.field(f"session:{number}", "rank") for number in range(6)} == {expected}
+
+
 def test_entries_whose_reply_was_lost_are_sent_again(site: Site) -> None:
     """The process read them, and nobody ever got them."""
     scene = site.scene
@@ -357,6 +382,7 @@ def test_entries_whose_reply_was_lost_are_sent_again(site: Site) -> None:
     (entry,) = scene.client.xpending_range(stream, "workers", "-", "+", 1)
     scene.client.xclaim(stream, "workers", "a", 0, [entry["message_id"]], idle=LEASE_MS + 1, justid=True)
     site.tick()
+    assert scene.client.xpending(stream, "workers")["pending"] == 0
     assert tokens_of(scene.take()) == {ref.token}
 
 

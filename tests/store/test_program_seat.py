@@ -23,8 +23,7 @@ from tests.builders import LEASE_MS, RESULT_TTL_MS
 from tests.program_scene import TENANT, Scene, pid, settings
 from workers.engines.numpy_llama import NumpyLlama
 from workers.engines.tiny import tiny_llama
-from workers.hints import HintAction
-from workers.loop import BatchingLoop
+from workers.loop import NO_OFFLOAD, BatchingLoop
 from workers.offload import OffloadBudget
 from workers.outlet import Held
 from workers.program_residence import ProgramResidence
@@ -37,7 +36,7 @@ SLOTS = 2
 class Desk:
     """Rank `a` with its loop and its seat. `registered`: what the registry says."""
 
-    def __init__(self, scene: Scene, *, on_pause: HintAction = "drop", offload_bytes: int = 0) -> None:
+    def __init__(self, scene: Scene, offload: OffloadBudget = NO_OFFLOAD) -> None:
         self.scene = scene
         self.registered = True
         self.held: list[Held] = []
@@ -51,14 +50,15 @@ class Desk:
             incarnation="first",
         )
         scene.workers["a"] = self.delivery
-        engine, budgets = NumpyLlama(*tiny_llama(7)), Budgets(max_prefill_tokens_per_tick=64)
-        self.loop = BatchingLoop(engine, budgets, SLOTS, offload=OffloadBudget(memory_bytes=offload_bytes))
+        self.loop = BatchingLoop(
+            NumpyLlama(*tiny_llama(7)), Budgets(max_prefill_tokens_per_tick=64), SLOTS, offload=offload
+        )
         own = Settings(programs=scene.settings, models={"tiny": ModelSettings(source="random:7")})
         self.seat = ProgramSeat(
             Programs(scene.client, scene.jobs, own, terms=scene.terms),
             scene.settings,
             self.delivery,
-            ProgramResidence(self.loop, lambda: self.held, on_pause=on_pause),
+            ProgramResidence(self.loop, lambda: self.held, on_pause=scene.settings.on_pause),
             registered=lambda: self.registered,
             keep_s=60,
         )
@@ -104,19 +104,13 @@ class Desk:
 
 
 @pytest.fixture
-def scene(client: Client, redis_url: str) -> Iterator[Scene]:
-    """A store without Programs."""
+def desk(client: Client, redis_url: str) -> Iterator[Desk]:
+    """A rank without Programs."""
     scene = Scene(client, redis_url, settings())
-    yield scene
+    yield Desk(scene)
     scene.sound()
     scene.close()
     client.flushall()
-
-
-@pytest.fixture
-def desk(scene: Scene) -> Desk:
-    """A rank without Programs."""
-    return Desk(scene)
 
 
 def test_a_rank_without_programs_is_not_looked_at(desk: Desk) -> None:
@@ -158,27 +152,6 @@ def test_kv_of_a_paused_program_leaves(desk: Desk) -> None:
     assert int(desk.seen_tokens()) == sum(desk.resident().values())
 
 
-@pytest.mark.parametrize(("offload_bytes", "offloaded"), [(2**26, True), (100, False), (0, False)])
-def test_kv_of_a_paused_program_is_offloaded(scene: Scene, offload_bytes: int, offloaded: bool) -> None:
-    """Where that is set. It counts until it has left; what cannot leave whole is dropped after all; and what belongs to
-    nobody any more is dropped in any case."""
-    desk = Desk(scene, on_pause="offload", offload_bytes=offload_bytes)
-    desk.run("lead")
-    desk.generate("0" * 32)
-    scene.pause("lead", "max_segment_yield")
-    for _ in range(3):
-        desk.turn()
-        desk.loop.tick()
-    assert desk.resident() == {}
-    assert scene.upkeep.leaving("a").keys() <= {pid("lead")}
-    desk.turn()
-    assert scene.upkeep.leaving("a") == {}
-    told = desk.loop.telemetry()
-    assert told["kv_offloads_total"] == offloaded
-    assert (told["kv_offloaded_memory_bytes"] > 0) == offloaded
-    assert told["kv_offload_failures_total"] == (offload_bytes == 100)
-
-
 def test_kv_of_nobody_is_dropped(desk: Desk) -> None:
     """The store knows nothing of whom it was kept for, or knows them elsewhere: no lost command keeps it."""
     desk.run("lead")
@@ -190,6 +163,32 @@ def test_kv_of_nobody_is_dropped(desk: Desk) -> None:
     desk.scene.upkeep.finish(TENANT, "lead")
     desk.turn()
     assert desk.resident() == {}
+
+
+@pytest.mark.parametrize(("memory_bytes", "leaves"), [(10**8, True), (1, False)], ids=["room", "none"])
+def test_kv_of_a_paused_program_may_leave_the_engine(
+    client: Client, redis_url: str, memory_bytes: int, *, leaves: bool
+) -> None:
+    """As the settings say. It counts until it has left; where it cannot, it is dropped; and it is dropped outside, too,
+    when its Program is over."""
+    scene = Scene(client, redis_url, settings(on_pause="offload"))
+    desk = Desk(scene, OffloadBudget(memory_bytes))
+    desk.run("lead")
+    scene.pause("lead", "max_segment_yield")
+    desk.turn()
+    assert scene.upkeep.leaving("a") == {pid("lead"): 210}
+    assert set(desk.resident()) == (set() if leaves else {pid("lead")})
+    desk.turn()
+    assert desk.resident() == {}
+    assert desk.loop.offloaded() == ({pid("lead")} if leaves else set())
+    desk.turn()
+    assert scene.upkeep.leaving("a") == {}
+    scene.upkeep.finish(TENANT, "lead")
+    desk.turn()
+    assert (desk.resident(), desk.loop.offloaded()) == ({}, set())
+    scene.sound()
+    scene.close()
+    client.flushall()
 
 
 def test_what_has_not_begun_waits_where_there_is_no_room(desk: Desk) -> None:

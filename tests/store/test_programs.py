@@ -66,6 +66,17 @@ def test_a_program_that_keeps_its_place_goes_on_at_once(scene: Scene) -> None:
     assert scene.upkeep.leaving("a") == {pid("lead"): 400}
 
 
+def test_records_stay_packed(scene: Scene) -> None:
+    """Whatever a Program does: a record that the server once unpacked takes three times as much, and is never packed
+    again."""
+    for _ in range(2):
+        scene.arrive("lead", tokens=400_000, expected_tokens=50, priority=2**31 - 1)
+        assert scene.client.object("encoding", scene.keys.record(pid("lead"))) == b"listpack"
+        scene.plan()
+        scene.end(*scene.take())
+    assert scene.client.object("encoding", scene.keys.record(pid("lead"))) == b"listpack"
+
+
 def test_overlapping_requests_rest_with_the_last(scene: Scene) -> None:
     """The Program rests when the last of them is done; the later one's hint counts while it runs."""
     scene.arrive("lead")

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.batch_plot import svg
-from benchmarks.streaming_client import Run, events, tally
+from benchmarks.streaming_client import BEFORE_PIECES, Arrival, Run, contents, events, tally
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -52,6 +52,25 @@ def test_gaps_are_between_pieces_of_one_answer() -> None:
     assert (run.output_tokens, run.prompt_tokens) == (3, 60)
     assert run.first_ms == [4.0]
     assert run.gaps_ms == [5.0, 7.0]
+
+
+def test_an_arrival_counts_what_overlaps_it() -> None:
+    """Gaps that lie wholly before the prompt are the usual ones; those that reach into its prefill count, those behind
+    its first token do not, and neither does a stream's beginning."""
+    steady = [5 * number for number in range(BEFORE_PIECES)]
+    early = [number * number for number in range(BEFORE_PIECES // 3)]
+    begin = early[-1] + 1000
+    times_ns = [1_000_000 * at for at in (*early, *(begin + at for at in (*steady, 150, 450, 2000)))]
+    asked_ns = 1_000_000 * (begin + steady[-1] + 7)
+    found = Arrival.of([times_ns], asked_ns=asked_ns, first_ns=asked_ns + 200_000_000, prompt_tokens=9)
+    assert (found.longest_ms, found.first_ms, found.prompt_tokens) == (300.0, 200.0, 9)
+    assert found.before_ms == [5.0] * (BEFORE_PIECES - 1)
+
+
+def test_a_stream_that_was_left_has_whole_events_only() -> None:
+    """What was on its way when the connection closed is no event."""
+    pieces = [HEAD, *chunked(event("a"), event("b"), event("c"))]
+    assert contents([0, 1, 2, 3], [*pieces[:3], pieces[3][:-9]]) == ([1, 2], {})
 
 
 def test_an_answer_of_another_length_is_an_error() -> None:

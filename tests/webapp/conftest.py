@@ -11,6 +11,7 @@ from flask import Flask
 from flask.testing import FlaskClient
 from openai import OpenAI
 
+from pool.program_settings import ProgramSettings
 from pool.settings import LimitSettings, ModelSettings, ServerSettings, StateSettings
 from pool.store.server import StateServer
 from tasks.config import Settings
@@ -34,8 +35,11 @@ def make_app(redis_url: str) -> Iterator[Callable[..., Flask]]:
     """Applications in this process, over the test's state server or another."""
     apps: list[Flask] = []
 
-    def make(url: str = redis_url, **server: float) -> Flask:
-        apps.append(create_app(settings_for(url, **server)))
+    def make(url: str = redis_url, *, programs: ProgramSettings | None = None, **server: float) -> Flask:
+        settings = settings_for(url, **server)
+        if programs is not None:
+            settings = settings.model_copy(update={"programs": programs})
+        apps.append(create_app(settings))
         return apps[-1]
 
     yield make

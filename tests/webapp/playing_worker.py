@@ -33,7 +33,7 @@ class Turn:
 
 
 class PlayingWorker:
-    """One rank of MODEL. With `hints` False it writes all it should, and its hints get lost."""
+    """One rank of MODEL. With `hints` False it writes all it should, and what it says of ends gets lost."""
 
     def __init__(self, url: str, rank: str = "rank-of-the-test") -> None:
         self.rank = rank
@@ -132,7 +132,7 @@ class PlayingWorker:
         written = self.delivery.write([write])[0]
         assert written.code == "ok", written
         turn.seq += write.count
-        if self.hints:
+        if self.hints and write.ending is not None:
             self.delivery.hint({node: [turn.handout.lease.token] for node in written.watch.split()})
         return written
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from flask import Flask, Response, request
 
+from pool.program_settings import ProgramSettings
 from pool.rules.admission import Budgets, Reason
 from pool.store.connection import Client
+from pool.store.program_upkeep import Look
 from tasks.ports import KVUsage
 from tests.webapp.playing_worker import MODEL, PlayingWorker
 from webapp import engine_metrics
@@ -73,10 +75,22 @@ def engine_samples(app: Flask) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"^genpool_engine_(\S+) (\S+)$", text, re.MULTILINE)}
 
 
+def run_a_program(app: Flask) -> None:
+    """A rank that has been looked at, and a Program that was admitted there."""
+    programs = app.extensions["genpool"].services.programs
+    store, upkeep = programs.store(MODEL), programs.upkeep(MODEL)
+    upkeep.join("rank-a", "life-1")
+    asked = {"model": MODEL, "input": "x", "background": True, "vllm_xargs": {"agentic_context": {"program_id": "p"}}}
+    assert app.test_client().post("/v1/responses", json=asked).status_code == 200
+    programs.turn([MODEL], set())
+    seen = store.snapshot("rank-a")
+    assert upkeep.observe("rank-a", "life-1", Look(seen.now_ms, seen.rank_set, seen.moved_tokens, 100))
+
+
 @pytest.mark.usefixtures("limited")
-def test_the_page_lists_every_family(make_app: Callable[..., Flask], worker: PlayingWorker) -> None:
+def test_the_page_lists_every_family(make_app: Callable[..., Flask], worker: PlayingWorker, client: Client) -> None:
     """With its type and the names of its labels; `genpool_..._created` is left out."""
-    app = make_app()
+    app = make_app(programs=ProgramSettings(enabled=True, token_capacity_per_dp_rank=10_000))
     beat(worker, worker.rank, told())
 
     @app.after_request
@@ -85,11 +99,13 @@ def test_the_page_lists_every_family(make_app: Callable[..., Flask], worker: Pla
             raise RuntimeError
         return response
 
+    run_a_program(app)
     http = app.test_client()
     for path in ("/v1/models", "/broken"):
         http.get(path)
     shown = families(http.get("/metrics").get_data(as_text=True))
     assert {name: found for name, found in shown.items() if not name.endswith("_created")} == listed()
+    client.flushall()
 
 
 def test_every_family_has_a_unit() -> None:

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -19,12 +20,13 @@ from pool.store.connection import Client
 from pool.store.handouts import Write
 from pool.store.ids import JobRef, new_ref, parse_ref
 from pool.store.jobs import JobStore, View
-from pool.store.log import LogEntry
+from pool.store.keys import node_channel
+from pool.store.log import LogEntry, pack
 from pool.store.server import StateServer
 from tests.builders import new_job
 from tests.waiting import wait_until
 from tests.webapp.api_process import ApiProcess
-from tests.webapp.playing_worker import MODEL, PlayingWorker
+from tests.webapp.playing_worker import MODEL, PlayingWorker, Turn
 from webapp.node import CONNECTIONS, Node
 from webapp.waits import Waiter, Waits
 
@@ -305,6 +307,91 @@ def test_every_reader_of_one_job_hears_everything(app: Flask, worker: PlayingWor
     assert heard(late) == "two"
     early.close()
     late.close()
+
+
+class CountedReads(JobStore):
+    """A store that counts the jobs that are looked at."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__(client, result_ttl_ms=60_000, pending_per_model=5)
+        self.count = 0
+
+    def views(self, wanted: Sequence[tuple[JobRef, int]]) -> list[View | None]:
+        """As the store's own."""
+        self.count += len(wanted)
+        return super().views(wanted)
+
+
+@contextmanager
+def followed(client: Client, worker: PlayingWorker) -> Iterator[tuple[CountedReads, Turn, Waiter]]:
+    """A running job whose first token its waiter has heard."""
+    store = CountedReads(client)
+    waits = Waits(store, client, grace_ms=30_000)
+    job = new_job(model=MODEL, watch=waits.node_id)
+    waiter = waits.open(job.ref)
+    try:
+        store.submit(job)
+        waiter.arm()
+        turn = worker.take()
+        worker.say(turn, "0 ")
+        assert text_until(waiter, "0 ") == "0 "
+        yield store, turn, waiter
+        worker.finish(turn)
+    finally:
+        waiter.close()
+        waits.close()
+
+
+def text_until(waiter: Waiter, end: str) -> str:
+    """What is heard up to this."""
+    text = ""
+    while not text.endswith(end):
+        view = waiter.next(10)
+        assert view is not None, f"no more than {text!r}"
+        text += "".join(entry.text for entry in view.entries)
+    return text
+
+
+def test_tokens_that_come_with_hints_are_not_read(client: Client, worker: PlayingWorker) -> None:
+    """A stream costs reads at its beginning and its end, not for each token."""
+    words = [f"{number} " for number in range(1, 40)]
+    with followed(client, worker) as (store, turn, waiter):
+        before = store.count
+        for word in words:
+            worker.say(turn, word)
+        assert text_until(waiter, words[-1]) == "".join(words)
+        # The slow poll may look as well.
+        assert store.count - before <= len(words) // 4
+
+
+def test_a_hint_that_was_lost_is_made_up_for_by_the_next(client: Client, worker: PlayingWorker) -> None:
+    """Entries before those that came are missing: the log has them, and nothing comes twice or out of order."""
+    with followed(client, worker) as (store, turn, waiter):
+        key = worker.keys.job(turn.handout.lease.token)
+        watch = client.hget(key, "watch")
+        before = store.count
+        client.hset(key, "watch", "")
+        worker.say(turn, "1 ", "2 ")
+        client.hset(key, "watch", watch)
+        worker.say(turn, "3 ", "4 ")
+        assert text_until(waiter, "4 ") == "1 2 3 4 "
+        assert store.count > before
+
+
+def test_hints_that_come_late_are_not_heard_again(client: Client, worker: PlayingWorker) -> None:
+    """A waiter may have read more than the hints that still come."""
+    with followed(client, worker) as (_, turn, waiter):
+        worker.say(turn, "1 ", "2 ")
+        assert text_until(waiter, "2 ") == "1 2 "
+        for entries in ((0, 1), (2,), (0,), (2, 3)):
+            # Entry 3 is new, and comes again when it is stored.
+            blobs = [pack(LogEntry(seq, 0, (7,), f"{seq} ")) for seq in entries]
+            sizes = " ".join(str(len(blob)) for blob in blobs)
+            head = f"{turn.handout.lease.token} {entries[0]} {sizes}\n".encode()
+            client.publish(node_channel(waiter._waits.node_id), head + b"".join(blobs))
+        assert text_until(waiter, "3 ") == "3 "
+        worker.say(turn, "3 ", "4 ")
+        assert text_until(waiter, "4 ") == "4 "
 
 
 class SlowReplies(JobStore):

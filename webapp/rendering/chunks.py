@@ -58,6 +58,7 @@ class ChunkStream:
         self._usage = usage
         self._opened = False
         self._tokens = 0
+        self._forms = [self._form(index) for index in range(record.n)]
 
     def opening(self) -> dict[str, Any] | None:
         """What a choice holds before its first piece; None: it has no chunk for that."""
@@ -85,7 +86,9 @@ class ChunkStream:
         for entry in view.entries:
             self._tokens += len(entry.token_ids)
             shown = self._logprobs.take(entry)
-            if entry.text:
+            if entry.text and shown is None and self._usage is not Usage.EACH:
+                yield self._forms[entry.choice].filled(entry.text)
+            elif entry.text:
                 told = None if shown is None else self.told(shown)
                 yield self._chunk(entry.choice, self.piece(entry.text), logprobs=told)
         if view.record.terminal:
@@ -101,6 +104,10 @@ class ChunkStream:
         """The node stops. Such a stream cannot be continued, but its job goes on and can be polled."""
         message = f"This node is shutting down; the answer can be read at /v1/responses/{self._record.id}."
         return self.failure(GenpoolError(message, code="node_stopping"))
+
+    def _form(self, index: int) -> sse.Form:
+        """Of the chunks of most streams: a piece of text and nothing else."""
+        return sse.Form(self._chunk(index, self.piece(sse.HOLE)))
 
     def _chunk(
         self,

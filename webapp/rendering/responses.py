@@ -153,6 +153,7 @@ class ResponsesStream:
         self._stage = 0
         self._texts: list[list[str]] = [[] for _ in range(record.n)]
         self._logprobs: list[Listed] = [[] for _ in range(record.n)]
+        self._forms = [self._form(choice) for choice in range(record.n)]
 
     def last_number(self, view: View) -> int:
         """Read all of a job that has ended, `view`, and return the sequence number of its last event."""
@@ -217,8 +218,20 @@ class ResponsesStream:
     def _delta(self, entry: LogEntry, logprobs: Listed) -> Iterator[str]:
         self._texts[entry.choice].append(entry.text)
         self._logprobs[entry.choice] += logprobs
-        place = self._place(entry.choice)
-        yield from self._emit("response.output_text.delta", **place, delta=entry.text, logprobs=logprobs)
+        if logprobs:
+            place = self._place(entry.choice)
+            yield from self._emit("response.output_text.delta", **place, delta=entry.text, logprobs=logprobs)
+            return
+        number = self._next
+        self._next += 1
+        if number > self._after:
+            yield self._forms[entry.choice].filled(number, entry.text)
+
+    def _form(self, choice: int) -> sse.Form:
+        """Of the deltas of most streams: without log-probabilities."""
+        kind = "response.output_text.delta"
+        fields = {**self._place(choice), "delta": sse.HOLE, "logprobs": []}
+        return sse.Form(sse.event(kind, {"type": kind, "sequence_number": sse.HOLE, **fields}))
 
     def _ending(self, record: JobRecord) -> Iterator[str]:
         texts = ["".join(pieces) for pieces in self._texts]

@@ -44,9 +44,9 @@ class ContextOptions:
     flash_attention: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
-    """One token of a batch. `wanted`: its logits are read afterwards."""
+    """One token of a batch; nobody changes it. `wanted`: its logits are read afterwards."""
 
     slot: int
     token: int
@@ -96,14 +96,18 @@ class LlamaContext:
         self.batch_rows = int(lib.llama_n_batch(self._context))
         self._batch = _Batch(self.batch_rows)
         self._bytes = np.empty(0, np.uint8)
+        #: The library's rows of logits, by address; it has one buffer for them, of a row a slot. Making an array takes
+        #: longer than drawing from it.
+        self._outputs: dict[int, Logits] = {}
 
     @property
     def closed(self) -> bool:
         return self._context is None
 
     def decode(self, rows: Sequence[Row]) -> list[Logits]:
-        """Compute the rows, at most `batch_rows`, and return the wanted rows of logits (V,), in order, each the
-        caller's own. Rows of one slot follow each other and what it holds. Raises DecodeFailed."""
+        """Compute the rows, at most `batch_rows`, and return the wanted rows of logits (V,), in order. They are the
+        library's, and hold until the next call. Rows of one slot follow each other and what it holds. Raises
+        DecodeFailed."""
         self._check(rows)
         self.decodes += 1
         code = self._lib.llama_decode(self._context, self._batch.filled(rows))
@@ -216,36 +220,40 @@ class LlamaContext:
         pointer = self._lib.llama_get_logits_ith(self._context, index)
         if not pointer:
             raise DecodeFailed(0)
-        row: Logits = np.ctypeslib.as_array(pointer, (self.vocabulary_size,)).copy()
+        address = ctypes.addressof(pointer.contents)
+        row = self._outputs.get(address)
+        if row is None:
+            row = self._outputs[address] = np.ctypeslib.as_array(pointer, (self.vocabulary_size,))
         return row
 
 
 class _Batch:
-    """A `llama_batch` whose arrays are numpy's: filling them by element would take longer than a step of a small model
-    may."""
+    """A `llama_batch` over arrays of numpy's, written through memoryviews: most steps have few rows, and of all ways to
+    set a few elements that is the quickest."""
 
     def __init__(self, rows: int) -> None:
         lib = library()
-        self._tokens, self._positions, self._slots, counts = np.ones((4, rows), np.int32)
-        self._wanted = np.zeros(rows, np.int8)
-        first = self._slots.ctypes.data
-        self._addresses = np.arange(first, first + 4 * rows, 4, dtype=np.uintp)
-        self._counts = counts  # one slot a row, always
+        tokens, positions, slots, counts = np.ones((4, rows), np.int32)  # one slot a row, always
+        wanted = np.zeros(rows, np.int8)
+        addresses = np.arange(slots.ctypes.data, slots.ctypes.data + 4 * rows, 4, dtype=np.uintp)
+        self._kept = counts, addresses
+        self._tokens, self._positions, self._slots = tokens.data, positions.data, slots.data
+        self._wanted = wanted.data
         self._batch = lib.llama_batch()
         ints = ctypes.POINTER(ctypes.c_int32)
-        self._batch.token = self._tokens.ctypes.data_as(ints)
-        self._batch.pos = self._positions.ctypes.data_as(ints)
+        self._batch.token = tokens.ctypes.data_as(ints)
+        self._batch.pos = positions.ctypes.data_as(ints)
         self._batch.n_seq_id = counts.ctypes.data_as(ints)
-        self._batch.seq_id = self._addresses.ctypes.data_as(ctypes.POINTER(ints))
-        self._batch.logits = self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+        self._batch.seq_id = addresses.ctypes.data_as(ctypes.POINTER(ints))
+        self._batch.logits = wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
 
     def filled(self, rows: Sequence[Row]) -> Any:
-        count = len(rows)
-        self._tokens[:count] = [row.token for row in rows]
-        self._positions[:count] = [row.position for row in rows]
-        self._slots[:count] = [row.slot for row in rows]
-        self._wanted[:count] = [row.wanted for row in rows]
-        self._batch.n_tokens = count
+        for index, row in enumerate(rows):
+            self._tokens[index] = row.token
+            self._positions[index] = row.position
+            self._slots[index] = row.slot
+            self._wanted[index] = row.wanted
+        self._batch.n_tokens = len(rows)
         return self._batch
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ from tasks.ports import (
     StepLogits,
     StepResult,
     TokenIds,
+    kept,
 )
 from tasks.vocabulary import Vocabulary
 from workers.engines.llama_cpp_context import ContextOptions, DecodeFailed, LlamaContext, Row
@@ -354,7 +356,8 @@ class LlamaCpp:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
-        """See `tasks.ports.Engine.step`. Rows of logits are the caller's own."""
+        """See `tasks.ports.Engine.step`. Rows of logits of single tokens are the library's own: copying one takes as
+        long as drawing from it."""
         if self._context.closed:
             return [MemberError("the engine is closed") for _ in batch]
         results: list[StepResult | None] = [None] * len(batch)
@@ -390,14 +393,15 @@ class LlamaCpp:
         try:
             for start in range(part.start, part.cut, limit):
                 rows = self._context.decode(part.piece(slot, start, min(start + limit, part.cut)))
-                if not np.isfinite(rows[0].max()):
+                if not math.isfinite(rows[0].max()):
                     self._wipe(part, results)
                     return False
         except DecodeFailed as error:
             self._fail(part, error, results)
             return False
         if part.cut == part.end:
-            self._finish(part, rows[0] if part.wanted else None, results)
+            # Copied: the single tokens of this step come yet.
+            self._finish(part, rows[0].copy() if part.wanted else None, results)
         return True
 
     def _decode(self, parts: Sequence[_Part], results: list[StepResult | None]) -> None:
@@ -412,13 +416,15 @@ class LlamaCpp:
             for part in parts:
                 if self._is_here(part) and self._cut_back(part, part.cut):
                     self._decode([part], results)
+                    results[part.index] = kept(results[part.index] or CacheMiss())
             return
         for part in parts:
             self._finish(part, next(rows) if part.wanted else None, results)
 
     def _finish(self, part: _Part, row: Logits | None, results: list[StepResult | None]) -> None:
         """The part is computed; `row` (V,): its logits, where wanted."""
-        if row is not None and not np.isfinite(row.max()):
+        # The sampler looks for the largest as well: what that takes is in the cache then.
+        if row is not None and not math.isfinite(row[row.argmax()]):
             self._wipe(part, results)
             return
         session = self._sessions.get(part.key)

@@ -70,7 +70,9 @@ def _problem(tokens: npt.NDArray[np.int64], start: int, limits: Limits) -> str |
     """Why these tokens cannot run in any session."""
     if tokens.ndim != 1 or len(tokens) == 0:
         return "a member needs a non-empty, one-dimensional array of tokens"
-    if tokens.min() < 0 or tokens.max() >= limits.vocabulary_size:
+    # A decode row's only token is by far the most frequent case, where numpy's ways cost more than what they do.
+    least, most = (tokens[0], tokens[0]) if len(tokens) == 1 else (tokens.min(), tokens.max())
+    if least < 0 or most >= limits.vocabulary_size:
         return f"a token id is outside the vocabulary, 0 to {limits.vocabulary_size - 1}"
     if start < 0 or start + len(tokens) > limits.context_length:
         return f"position {start + len(tokens) - 1} is outside the context of {limits.context_length} positions"
@@ -84,6 +86,8 @@ def _discontinuity(session: Begun, tokens: npt.NDArray[np.int64]) -> str | None:
     stop = session.length + len(tokens)
     if stop > session.room:
         return f"the session has room for {session.room} positions, not for {stop}"
+    if session.length >= len(session.prompt):
+        return None
     known = session.prompt[session.length : stop]
     if not np.array_equal(known, tokens[: len(known)]):
         return "these are not the tokens of the prompt that the session began with"

@@ -19,10 +19,11 @@ local book = redis.call('HMGET', at.book, 'version', 'incarnation')
 if (book[1] or '0') ~= version then return {'version', book[1] or '0'} end
 if not book[2] or book[2] == '' then return {'away'} end
 local reply, current = {'ok', version}, tonumber(version)
+local limits = {most = most, capacity = capacity, fresh = fresh, seat = book[2]}
 for i, id in ipairs(ids) do
   local record, pool, job = unpack(records, 3 * i - 2, 3 * i)
   local p = program_of(record, pool, '', id)
-  local why = operate(at, p, kinds[i], details[i], job, {most = most, capacity = capacity, fresh = fresh})
+  local why = operate(at, p, kinds[i], details[i], job, limits)
   if why then
     reply[#reply + 1] = {id, why}
     redis.call('ZADD', at.dirty, 'NX', at.ms, rank)

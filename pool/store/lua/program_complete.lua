@@ -33,7 +33,7 @@ local p, ticket, refused = concerned(at, keys.job)
 local logged = tonumber(seen[8] or 0)
 if refused then return {refused[1], refused[2], logged} end
 local own = redis.call('HMGET', keys.job, 'epoch', 'ends')
-if p and (is_stale(at, p) and not may_end(at, p) or own[1] ~= p[0].stored.epoch) then return {'stale', seen[1]} end
+if p and (is_stale(at, p) and not may_end(at, p) or tonumber(own[1]) ~= p[0].were.epoch) then return {'stale', seen[1]} end
 if first_seq ~= logged then return {'resend', logged} end
 for i = 1, #entries, 1000 do
   redis.call('RPUSH', keys.log, unpack(entries, i, math.min(i + 999, #entries)))

@@ -16,7 +16,7 @@ if early then return early end
 local p = program_of(program, pool, gone, id)
 if p.state and p.rank ~= rank then return {'moved', p.rank} end
 redis.call('ZREM', at.timers, kind .. ':' .. id)
-if not p.state or p.inflight > 0 or p.member then return {'void'} end
+if not p.state or p.inflight > 0 or p.standing then return {'void'} end
 local done = 'paused'
 if kind == 'retention' then
   done = 'released'

@@ -4,7 +4,7 @@
 local function must_move(at, p, elsewhere)
   local seat = redis.call('HGET', at.book, 'incarnation')
   if p.state == 'active' then return p.seat ~= seat and p.inflight == 0 end
-  return elsewhere == 1 and not p.member and (not seat or seat == '')
+  return elsewhere == 1 and not p.standing and (not seat or seat == '')
 end
 
 local function learn(p, pairs_of)
@@ -29,7 +29,7 @@ local function arrived(at, p, facts, first, tokens)
   -- An estimate rises at once; that it is smaller says nothing.
   if tokens > p.ctx then p.ctx, p.falls = tokens, nil end
   -- It returns to the rank that it left: a sample of the continuity window.
-  if p.impact_us and p.inflight == 0 and not p.member then
+  if p.impact_us and p.inflight == 0 and not p.standing then
     local ms = measured(at, 'request_interval_ms', math.max(at.ms - p.finish_ms, 0))
     sampled(at.continuity, struct.pack('<ff', ms / 1000, p.impact_us / 1000000), p.win)
     p.impact_us = nil
@@ -41,7 +41,7 @@ local function place_job(at, p, ticket, job, force, deadline_force)
   local seat, free = redis.call('HGET', at.book, 'incarnation'), redis.call('LLEN', p[0].pool) == 0
   p.patience = force
   if p.bind == 1 and p.state == 'paused' and seat and seat ~= '' and free then
-    activate(at, p)
+    activate(at, p, seat, redis.call('HGET', at.leaving, p[0].id) or 0)
     event(at, 'admit', p, 'bound')
   end
   if p.state == 'active' and not p.mark and p.seat == seat and free then
@@ -55,6 +55,6 @@ local function place_job(at, p, ticket, job, force, deadline_force)
   local force_ms = p.force_ms or at.ms + force
   if deadline_force > 0 then force_ms = math.min(force_ms, at.ms + deadline_force) end
   p.force_ms = force_ms
-  if p.member then redis.call('ZADD', at.waiting, force_ms, p[0].id) else wait(at, p, ticket) end
+  if p.standing then redis.call('ZADD', at.waiting, force_ms, p[0].id) else wait(at, p, ticket) end
   return 'waiting'
 end

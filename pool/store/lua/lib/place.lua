@@ -1,16 +1,16 @@
 -- How a Program gets a place on a rank, uses it, and loses it.
 
-local function activate(at, p)
+-- Without a job: the caller dispatches one. `seat`: the rank's process; `held`: what the engine may still hold of it,
+-- which counts as its own again.
+local function activate(at, p, seat, held)
   local id = p[0].id
   leave_waiting(at, p)
   p.state, p.status, p.was, p.rounds, p.activated_ms, p.inflight = 'active', 'acting', 1, 0, at.ms, 0
-  p.seat, p.epoch = redis.call('HGET', at.book, 'incarnation'), redis.call('HINCRBY', at.placement, 'epoch', 1)
+  p.seat, p.epoch = seat, redis.call('HINCRBY', at.placement, 'epoch', 1)
   p.yielded, p.mark = nil, nil
-  redis.call('ZREM', at.timers, 'ttl:' .. id, 'retention:' .. id)
   redis.call('ZADD', at.active, at.ms, id)
   redis.call('HINCRBY', at.book, 'active', 1)
-  -- What the engine may still hold of it counts as its own again.
-  leaving(at, id, -(redis.call('HGET', at.leaving, id) or 0))
+  leaving(at, id, -held)
 end
 
 -- A job of an active Program goes to the rank.

@@ -1,26 +1,28 @@
 -- The operations of a plan.
 
--- Tokens in use, as pool/rules/programs/capacity.py has them.
-local function used(at, fresh)
-  local book = redis.call('HMGET', at.book, 'tokens', 'leaving', 'moved', 'obs_began_ms', 'obs_tokens', 'obs_moved')
+-- What a book holds of its rank: active Programs and, as pool/rules/programs/capacity.py has them, tokens in use.
+local function taken(at, fresh)
+  local book = redis.call('HMGET', at.book, 'tokens', 'leaving', 'moved', 'obs_began_ms', 'obs_tokens', 'obs_moved',
+    'active')
+  local count = tonumber(book[7] or 0)
   local age_ms = book[4] and at.ms - tonumber(book[4])
   if age_ms and age_ms >= 0 and age_ms <= fresh and book[5] and book[5] ~= '' then
-    return math.max(book[5] + (book[3] or 0) - book[6], 0)
+    return count, math.max(book[5] + (book[3] or 0) - book[6], 0)
   end
-  return (book[1] or 0) + (book[2] or 0)
+  return count, (book[1] or 0) + (book[2] or 0)
 end
 
 -- Why a Program may not become active with the request in front of its pool; nil when it has.
 local function admit(at, p, token, why, forced, job, limits)
-  if p.state ~= 'paused' or not p.member then return 'not_waiting' end
+  if p.state ~= 'paused' or not p.standing then return 'not_waiting' end
   local ticket = redis.call('LINDEX', p[0].pool, 0)
   if opened(ticket) ~= token then return 'other_front' end
-  local count = tonumber(redis.call('HGET', at.book, 'active') or 0)
+  local count, used = taken(at, limits.fresh)
   if not forced and count + 1 > limits.most then return 'too_many' end
-  local output = p.expected or p.buf
-  local needed = math.max(p.ctx - (p.shared or 0), 0) + output - (redis.call('HGET', at.leaving, p[0].id) or 0)
-  if limits.capacity > 0 and used(at, limits.fresh) + needed > limits.capacity then return 'no_kv' end
-  activate(at, p)
+  local held = redis.call('HGET', at.leaving, p[0].id) or 0
+  local needed = math.max(p.ctx - (p.shared or 0), 0) + (p.expected or p.buf) - held
+  if limits.capacity > 0 and used + needed > limits.capacity then return 'no_kv' end
+  activate(at, p, limits.seat, held)
   redis.call('LPOP', p[0].pool)
   dispatch(at, p, ticket, job)
   event(at, 'admit', p, why)
