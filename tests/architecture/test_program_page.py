@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from pool.program_settings import DecodeThroughputModel, PrefillCostModel, ProgramSettings
+from tasks.program_diagnostics import ModelFacts, ProgramFacts, RankFacts
+from webapp.program_metrics import GAUGES, HISTOGRAMS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "program-parameters.md").read_text()
@@ -41,7 +44,21 @@ def test_every_parameter_has_a_row() -> None:
     assert sorted(row[0].strip("`") for row in rows("Parameters")) == sorted(PARAMETERS)
 
 
-@pytest.mark.parametrize("section", ["Parameters", "Log events"])
+def test_every_metric_has_a_row() -> None:
+    """Each family about Programs."""
+    families = [*GAUGES, *(name for name, _ in HISTOGRAMS.values())]
+    families += ["programs", "transitions_total", "capacity_accounting_source"]
+    assert sorted(row[0].strip("`") for row in rows("Metrics")) == sorted(families)
+
+
+def test_every_field_of_the_diagnostics_has_a_row() -> None:
+    """Of a model, a rank, a Program."""
+    kinds = {"model": ModelFacts, "rank": RankFacts, "Program": ProgramFacts}
+    stated = sorted((row[0], row[1].strip("`")) for row in rows("Diagnostics"))
+    assert stated == sorted((name, field.name) for name, kind in kinds.items() for field in fields(kind))
+
+
+@pytest.mark.parametrize("section", ["Parameters", "Log events", "Metrics", "Diagnostics"])
 def test_no_cell_is_empty_and_what_it_names_exists(section: str) -> None:
     """Files, what stands in them, and tests."""
     known = known_tests()
@@ -61,5 +78,5 @@ def test_no_cell_is_empty_and_what_it_names_exists(section: str) -> None:
 
 def test_tables_have_no_ragged_row() -> None:
     """As many cells as their heads."""
-    for section, columns in (("Parameters", 4), ("Log events", 5)):
+    for section, columns in (("Parameters", 4), ("Log events", 5), ("Metrics", 4), ("Diagnostics", 5)):
         assert {len(row) for row in rows(section)} == {columns}

@@ -32,6 +32,8 @@ from webapp.auth import NOBODY
 
 DIAGNOSTICS = "/scheduling/diagnostics"
 KEYS = ProgramKeys(f"{MODEL}:0")
+#: Of the prompt that all requests here have, with the model's chat template.
+PROMPT_TOKENS = 21
 
 
 @pytest.fixture
@@ -234,6 +236,53 @@ def test_diagnostics_tell_what_is_decided(app: ProgramApp, rank: ProgramDelivery
     end(rank, handout)
 
 
+def test_every_fact_of_a_program_and_its_rank(app: ProgramApp, rank: ProgramDelivery) -> None:
+    """One that rests after its second request, with a child that waits for it."""
+    for growth in (0, 20):
+        app.post(**context("up", step_id=4 if growth else None))
+        end(rank, taken(app, rank), prompt_tokens=100 + growth, ttl_ms=60_000, shared_tokens=30, fresh_until_ms=1)
+    child = context("child", parent_program_id="up", blocks_parent=True, priority=7, expected_output_length=9_900)
+    app.post(**child)
+    facts = next(each for each in app.get(DIAGNOSTICS).get_json()["models"] if each["model"] == MODEL)
+    waits, up = facts["programs"]
+    assert 59 < up.pop("ttl_left_seconds") <= 60
+    assert up == {
+        "id": program_id_of(NOBODY, "up"), "owner": None, "name": None, "generation": 0, "epoch": 1,
+        "state": "active", "status": "acting", "rank": "a", "parent": "", "blocks_parent": False, "step": 4,
+        "context_tokens": 110, "shared_prefix_tokens": 30, "private_tokens": 180, "in_flight": 0,
+        "waiting_requests": 0, "priority": 0, "rounds": 2, "segment_rounds": 2, "yielded": False,
+        "pause_when_idle": False, "queue_age_seconds": None, "force_in_seconds": None, "transition": "rest",
+        "reason": "completed", "decision": None,
+    }  # fmt: skip
+    assert 0 <= waits["queue_age_seconds"] < 30 and 200 < waits["force_in_seconds"] <= 300
+    decision = waits["decision"]
+    waits |= {"queue_age_seconds": None, "force_in_seconds": None, "decision": None}
+    assert waits == up | {
+        "id": program_id_of(NOBODY, "child"), "epoch": 0, "state": "paused", "status": "reasoning",
+        "parent": program_id_of(NOBODY, "up"), "blocks_parent": True, "step": 0, "context_tokens": PROMPT_TOKENS,
+        "shared_prefix_tokens": 0, "private_tokens": 9_900 + PROMPT_TOKENS, "waiting_requests": 1, "priority": 7,
+        "rounds": 0, "segment_rounds": 0, "transition": "create", "reason": "over_the_low_watermark",
+        "ttl_left_seconds": None,
+    }  # fmt: skip
+    assert decision == {
+        "admitted": False, "reason": "over_the_low_watermark", "rank": "a", "active_programs": 1, "used_tokens": 180,
+        "counted_tokens": 180, "required_tokens": 9_900 + PROMPT_TOKENS, "reserve_tokens": 0, "limit_tokens": 10_000,
+        "lacking_tokens": 80 + PROMPT_TOKENS, "gain": None,
+    }  # fmt: skip
+    (seen,) = facts["ranks"]
+    assert seen == {
+        "id": "a", "up": True, "active_programs": 1, "reasoning_programs": 0, "queue_size": 1, "retained_requests": 1,
+        "capacity_tokens": 10_000, "used_tokens": 180, "ledger_tokens": 180, "leaving_tokens": 0,
+        "capacity_accounting_source": "ledger_missing_observation", "observation_age_seconds": None,
+        "observation_fresh": False, "observed_tokens": None, "engine_running": None, "engine_waiting": None,
+        "target_rounds": 0, "mean_growth_tokens": None, "throughput_per_second": None, "statistics_full": False,
+        "last_admission": {"used_tokens": 0, "required_tokens": PROMPT_TOKENS + 100, "reserve_tokens": 0},
+    }  # fmt: skip
+    assert facts["retained_requests"] == 1
+    app.finish("up")
+    app.finish("child")
+
+
 def observed(app: ProgramApp) -> dict[str, int]:
     """What a look that begins now must know of the store."""
     seen = app.node.programs().store(MODEL).snapshot("a")
@@ -324,6 +373,22 @@ def test_figures_of_programs(app: ProgramApp, rank: ProgramDelivery) -> None:
     assert found['cache_miss_impact_seconds_bucket{le="2",rank="a"}'] == 2
     assert found['context_growth_tokens_sum{rank="a"}'] == 20
     assert found['armed_ttl_seconds_bucket{le="60",rank="a"}'] == 2
+    assert found['shared_prefix_tokens_sum{rank="a"}'] == 60
+    assert found['queue_wait_seconds_bucket{le="+Inf",rank="a"}'] == 2
+    assert (found['rank_up{rank="a"}'], found['rank_reasoning_programs{rank="a"}']) == (1, 0)
+    assert (
+        found['admission_required_tokens{rank="a"}'] == PROMPT_TOKENS + 100
+        and found['admission_reserve_tokens{rank="a"}'] == 0
+    )
+    assert found['admission_capacity_pressure{rank="a"}'] == 0
+    assert found['rank_leaving_tokens{rank="a"}'] == 0
+    look = Look(began_ms=0, rank_set=0, moved_tokens=0, tokens=77, waiting=1, running=2)
+    app.node.programs().upkeep(MODEL).observe("a", "life-1", replace(look, **observed(app)))
+    found = samples(app)
+    assert found['capacity_accounting_source{rank="a",source="backend_observation"}'] == 1
+    assert (found['observation_fresh{rank="a"}'], found['rank_used_tokens{rank="a"}']) == (1, 77)
+    assert 0 <= found['observation_age_seconds{rank="a"}'] < 3
+    assert (found['engine_waiting_requests{rank="a"}'], found['engine_running_requests{rank="a"}']) == (1, 2)
 
 
 FAMILIES = [name.replace("_ms", "_seconds") for name in FIGURES]
