@@ -36,7 +36,6 @@ from tasks.ports import (
     Stopped,
 )
 from workers.hints import Hint, HintResult
-from workers.holders import Holdings
 from workers.residence import Residence
 from workers.sessions import Job, Phase, Session
 from workers.stepping import Stepping
@@ -177,18 +176,6 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - whatever an engine raises must not end the loop
             self._holders.abandon(hint)
             return hint.failed(f"the engine failed: {type(error).__name__}")
-
-    def abandon(self, hint: Hint) -> None:
-        """The hint has expired."""
-        self._holders.abandon(hint)
-
-    def holdings(self) -> Holdings | None:
-        """Who has what of the KV. None: as the last time."""
-        return self._holders.news(self._telemetry.usage)
-
-    def close(self) -> None:
-        """Nothing is kept for anybody any more, anywhere."""
-        self._holders.close()
 
     def tick(self) -> Tick:
         """One turn; what it did."""

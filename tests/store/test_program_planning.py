@@ -18,11 +18,15 @@ from tests.program_site import HELD, MODEL, Site, tokens_of, with_settings
 # -- who becomes active -------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_planned_for_when_its_process_is_woken(site: Site) -> None:
-    """Nothing else is needed."""
+def test_a_request_is_planned_for_when_its_process_is_woken(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing else is needed; the log tells of it by the stored id, and not by the name."""
     ref = site.scene.arrive("lead")
-    site.woken()
+    with caplog.at_level(logging.INFO, "genpool.programs"):
+        site.woken()
     assert tokens_of(site.scene.take()) == {ref.token}
+    (line,) = [record.getMessage() for record in caplog.records if "program_admit" in record.getMessage()]
+    assert f"program={pid('lead')} rank=a reason=fits used_tokens=0 required_tokens=200" in line
+    assert "lead" not in line
     assert site.scene.store.dirty() == []
 
 

@@ -279,6 +279,11 @@ def test_without_a_table_nothing_is_scheduled(load: Any) -> None:
             "older name of token_capacity_per_dp_rank: give one of them",
         ),
         (
+            '[programs]\nenabled = true\non_pause = "offload"',
+            {},
+            "programs.on_pause (from {file}): offload needs offload_memory_bytes or offload_disk_bytes of a model.",
+        ),
+        (
             "[programs]\nenabled = true\ntoken_capacity_per_dp_rank = 0",
             {},
             "programs.token_capacity_per_dp_rank = 0 (from {file}): should be greater than or equal to 1",
