@@ -54,6 +54,10 @@ local function copy(id, rank, at)
     redis.call('RPUSH', key('pool:' .. id), job.ticket)
     redis.call('ZADD', key('waiting:' .. rank), p.force_ms, id)
     redis.call('ZADD', key('order:' .. rank), 0, p.standing .. id)
+    -- As lua/lib/waiting.lua shows it.
+    local shown = {job.ticket, p.force_ms, p.ctx, p.shared or 0, p.prompt, p.was, p.rounds, p.finish_ms, p.activated_ms,
+      p.yielded or 0, ''}
+    redis.call('HSET', key('waiters:' .. rank), id, table.concat(shown, ':'))
   end
   put(key('program:' .. id), p)
   redis.call('HINCRBY', key('book:' .. rank), 'version', 1)

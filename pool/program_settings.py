@@ -155,6 +155,10 @@ class ProgramSettings(Section):
         "(`offload_memory_bytes`, `offload_disk_bytes` of its model) and put back where that costs less than "
         "`prefill_cost_model` says of computing it again.",
     )
+    log_level: Literal["debug", "info", "warning"] = Field(
+        default="info",
+        description="How much the log tells of Programs: `debug` also each of their requests and each look at a rank.",
+    )
     max_acting_ttl_seconds: float = Field(
         default=10.0,
         ge=0,

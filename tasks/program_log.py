@@ -1,12 +1,16 @@
-"""What is told of Programs in logs: stored ids, ranks, reasons and numbers; never a name from outside.
+"""What is told of Programs in logs, by the logger `genpool.programs`: stored ids, ranks, reasons and numbers; never a
+name from outside.
 
-Each transition is told by the process that made it. A change of a rank's source of capacity is told once by all of them
-together: what was told last is noted in the store.
+A line is the name of its event and then `name=value`: fractions with three places, texts that are more than a word as
+JSON strings, `none` for what there is none of. Each transition is told by the process that made it. A change of a
+rank's source of capacity is told once by all of them together: what was told last is noted in the store.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 
 from pool.program_settings import ProgramSettings
 from pool.rules.programs.admission import Decision
@@ -18,11 +22,35 @@ from pool.rules.programs.ttl import (
     REFERENCE_PREFILL_TOKENS,
     reference_calibration,
 )
-from pool.store.program_upkeep import Expired
+from pool.store.program_upkeep import Expired, Look
 from pool.store.program_views import Snapshot
 from pool.store.programs import ProgramStore
 
 log = logging.getLogger("genpool.programs")
+
+_WORD = re.compile(r"[\w.:,@/+-]+")
+
+
+def tell(level: int, event: str, **values: object) -> None:
+    """One line of the log. Call it with names of events as literals: a test looks for them."""
+    if log.isEnabledFor(level):
+        log.log(level, "%s", " ".join([event, *(f"{name}={_shown(value)}" for name, value in values.items())]))
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    text = str(value)
+    return text if _WORD.fullmatch(text) else json.dumps(text)
+
+
+def set_log_level(settings: ProgramSettings) -> None:
+    """Of this process: as the settings say, whatever else it logs."""
+    log.setLevel(settings.log_level.upper())
 
 
 def tell_calibration(model: str, settings: ProgramSettings) -> None:
@@ -30,17 +58,17 @@ def tell_calibration(model: str, settings: ProgramSettings) -> None:
     found = reference_calibration(settings)
     if found is None:
         return
-    log.warning(
-        "program_scheduling_reference_calibration model=%s defaults=%s: those are of a reference machine, and "
-        "scheduling decides by them. A cold prefill of %d tokens counts as %.2f s, and %d requests with %d tokens of "
-        "context as %.2f tokens/s",
-        model,
-        ",".join(found.fields),
-        REFERENCE_PREFILL_TOKENS,
-        found.prefill_seconds,
-        REFERENCE_BATCH,
-        REFERENCE_CONTEXT_TOKENS,
-        found.decode_tokens_per_s,
+    tell(
+        logging.WARNING,
+        "program_scheduling_reference_calibration",
+        model=model,
+        defaults=",".join(found.fields),
+        prefill_tokens=REFERENCE_PREFILL_TOKENS,
+        prefill_s=found.prefill_seconds,
+        batch=REFERENCE_BATCH,
+        context_tokens=REFERENCE_CONTEXT_TOKENS,
+        decode_tokens_per_s=found.decode_tokens_per_s,
+        advice="those are of a reference machine, and a wrong guess makes decisions worse: genpool calibrate",
     )
 
 
@@ -53,36 +81,30 @@ class Teller:
 
     def admitted(self, decision: Decision) -> None:
         """A Program has become active."""
-        gain = decision.gain
-        log.info(
-            "program_admit model=%s program=%s rank=%s reason=%s used_tokens=%d required_tokens=%d reserve_tokens=%.0f "
-            "limit_tokens=%s active=%d gain_s=%s",
-            self._model,
-            decision.program,
-            decision.rank,
-            decision.reason,
-            decision.used_tokens,
-            decision.required_tokens,
-            decision.reserve_tokens,
-            "none" if decision.limit_tokens is None else f"{decision.limit_tokens:.0f}",
-            decision.active,
-            "none" if gain is None else f"{gain.gain_s:.3f}",
+        limit, gain = decision.limit_tokens, decision.gain
+        tell(
+            logging.INFO,
+            "program_admit",
+            model=self._model,
+            program=decision.program,
+            rank=decision.rank,
+            reason=decision.reason,
+            used_tokens=decision.used_tokens,
+            required_tokens=decision.required_tokens,
+            reserve_tokens=round(decision.reserve_tokens),
+            limit_tokens=None if limit is None else round(limit),
+            active=decision.active,
+            gain_s=None if gain is None else gain.gain_s,
         )
 
     def bound(self, program: str, rank: str) -> None:
         """A Program has become active where they are only bound."""
-        log.info("program_admit model=%s program=%s rank=%s reason=bound", self._model, program, rank)
+        tell(logging.INFO, "program_admit", model=self._model, program=program, rank=rank, reason="bound")
 
     def paused(self, program: str, rank: str, reason: str, *, tokens: int | None = None) -> None:
         """A Program has lost its place; `tokens`: the private ones that this frees, where they are known."""
-        log.info(
-            "program_pause model=%s program=%s rank=%s reason=%s tokens=%s",
-            self._model,
-            program,
-            rank,
-            reason,
-            "unknown" if tokens is None else tokens,
-        )
+        freed = "unknown" if tokens is None else tokens
+        tell(logging.INFO, "program_pause", model=self._model, program=program, rank=rank, reason=reason, tokens=freed)
 
     def expired(self, expired: Expired) -> None:
         """A Program's hold has ended."""
@@ -102,17 +124,33 @@ class Teller:
         if changed is None:
             return
         self._store.tell(seen.rank.id, source)
-        level = logging.WARNING if changed is Edge.FALLBACK else logging.INFO
-        log.log(level, "%s model=%s rank=%s source=%s", changed, self._model, seen.rank.id, source)
+        if changed is Edge.FALLBACK:
+            tell(logging.WARNING, "capacity_observation_fallback", model=self._model, rank=seen.rank.id, source=source)
+        else:
+            tell(logging.INFO, "capacity_observation_recovered", model=self._model, rank=seen.rank.id, source=source)
+
+    def looked(self, rank: str, look: Look, *, installed: bool) -> None:
+        """A rank's engine was looked at; `installed`: the store took what was seen."""
+        tell(
+            logging.DEBUG,
+            "capacity_observation",
+            model=self._model,
+            rank=rank,
+            tokens=look.tokens,
+            waiting=look.waiting,
+            running=look.running,
+            gone=len(look.gone),
+            installed=installed,
+        )
 
     def lost(self, rank: str) -> None:
         """The process of a rank is gone, and others go on with its Programs."""
-        log.warning("program_rank_lost model=%s rank=%s", self._model, rank)
+        tell(logging.WARNING, "program_rank_lost", model=self._model, rank=rank)
 
     def moved(self, rank: str, other: str, count: int) -> None:
         """Programs that waited for a rank that is away wait for another one."""
-        log.info("program_rebind model=%s rank=%s to=%s programs=%d", self._model, rank, other, count)
+        tell(logging.INFO, "program_rebind", model=self._model, rank=rank, to=other, programs=count)
 
     def gone(self, rank: str) -> None:
         """A rank has left the ring."""
-        log.info("program_rank_gone model=%s rank=%s", self._model, rank)
+        tell(logging.INFO, "program_rank_gone", model=self._model, rank=rank)

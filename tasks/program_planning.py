@@ -74,10 +74,12 @@ class Planner:
         expired, more_due = self._expire() if sight.is_due else ([], False)
         changed = [*sight.dirty, *completed, *expired]
         seen = self._store.outlines(list(dict.fromkeys([*sight.ranks, *changed] if leads else changed)))
-        is_late = [self._plan(outline.rank.id) for outline in seen if self._has_work(outline, changed, leads=leads)]
+        delays = [self._plan(outline.rank.id) for outline in seen if self._has_work(outline, changed, leads=leads)]
         if leads:
             self._relocate(seen)
-        return 0.0 if again or more_due else AGAIN_S if any(is_late) else None
+        if again or more_due:
+            return 0.0
+        return min((delay for delay in delays if delay is not None), default=None)
 
     def _leads(self) -> bool:
         """Whether this process looks after all ranks in this interval."""
@@ -135,10 +137,12 @@ class Planner:
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
-    def _plan(self, rank: str) -> bool:
-        """Plan for a rank, unless somebody does just now; whether to look again soon."""
+    def _plan(self, rank: str) -> float | None:
+        """Plan for a rank, unless somebody does just now; when to look again, None for when it changes."""
         with self._claimed(rank) as is_ours:
-            return self._make_plans(rank) if is_ours else True
+            if not is_ours:
+                return AGAIN_S
+            return 0.0 if self._make_plans(rank) else None
 
     @contextmanager
     def _claimed(self, rank: str) -> Iterator[bool]:

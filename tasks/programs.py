@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pool.errors import GenpoolError
 from pool.program_settings import ProgramSettings
@@ -25,12 +26,10 @@ from pool.store.program_upkeep import ProgramUpkeep
 from pool.store.programs import ProgramStore
 from tasks.config import Settings
 from tasks.program_homes import Homes, Newcomer
-from tasks.program_log import Teller, tell_calibration
+from tasks.program_log import Teller, tell, tell_calibration
 from tasks.program_planning import Planner
 from tasks.program_ranks import RankKeeper
 from tasks.program_times import ArrivalTimes, Patience
-
-log = logging.getLogger("genpool.programs")
 
 #: What comes within this time of a turn is planned for together.
 GATHER_S = 0.01
@@ -167,7 +166,7 @@ class Programs:
             for model, sight in zip(models, self._look(models), strict=True):
                 self._attempt(model, sight, ticks=model in ticking)
         except (GenpoolError, OSError) as error:
-            self._failed("", type(error).__name__)
+            self._failed(error)
         else:
             self._failing.discard("")
         return set(self._again_s)
@@ -191,14 +190,19 @@ class Programs:
         except (GenpoolError, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - see `turn`
-            # The place, never the values: messages of libraries may quote their input.
-            place = "".join(traceback.format_tb(error.__traceback__))
-            self._failed(model, f"{model}: unexpected {type(error).__name__}\n{place}")
+            self._failed(error, model)
         else:
             self._failing.discard(model)
 
-    def _failed(self, name: str, what: str) -> None:
-        """Say so once, until it passes."""
-        if name not in self._failing:
-            log.warning("planning: %s", what)
-        self._failing.add(name)
+    def _failed(self, error: Exception, model: str = "") -> None:
+        """Say so once, until it passes. The place, never the values: messages of libraries may quote their input."""
+        if model not in self._failing:
+            kind, place = type(error).__name__, _place(error)
+            tell(logging.WARNING, "program_planning_failed", model=model or None, error=kind, place=place)
+        self._failing.add(model)
+
+
+def _place(error: Exception) -> str:
+    """Where it came from, innermost first: functions and lines."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return ",".join(f"{Path(frame.filename).stem}.{frame.name}:{frame.lineno}" for frame in reversed(frames))

@@ -23,6 +23,8 @@ from pool.store.programs import Applied, Operation, ProgramStore, operations_of
 from tests.builders import LEASE_MS, RESULT_TTL_MS, completed, job_store, new_job, swept_steadily
 
 TENANT = "acme"
+#: Where the times of a Program that waits stand in what its rank shows (pool/store/program_waiters.py).
+SHOWN = {"queued_ms": 1, "force_ms": 4, "finish_ms": 10, "activated_ms": 11}
 
 
 def settings(**fields: Any) -> ProgramSettings:
@@ -144,6 +146,17 @@ class Scene:
         """The Program's timer of this kind is due now, and no gap in the sweeps puts it off."""
         swept_steadily(self.client)
         self.client.zadd(self.keys.program_timers, {f"{kind}:{pid(name)}": 1}, xx=True)
+
+    def shift(self, program: str, by_ms: int, *fields: str) -> None:
+        """Times of a Program's record, and what its rank shows of them while it waits, are so much later."""
+        for each in fields:
+            moved = self.client.hincrby(self.keys.record(program), each, by_ms)
+            waiters = self.keys.place(self.client.hget(self.keys.record(program), "rank").decode())["waiters"]
+            shown = self.client.hget(waiters, program)
+            if shown is not None and each in SHOWN:
+                parts = shown.decode().split(":")
+                parts[SHOWN[each]] = str(moved)
+                self.client.hset(waiters, program, ":".join(parts))
 
     def state(self, ref: JobRef) -> str:
         """The state of a job."""

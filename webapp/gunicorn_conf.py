@@ -21,6 +21,7 @@ from typing import Any
 
 from tasks.api_keys import KeyRing, check_exposed
 from tasks.config import load_settings
+from tasks.program_log import set_log_level
 from webapp.arrivals import FIELDS, LINE_BYTES
 
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -95,6 +96,7 @@ def post_worker_init(worker: Any) -> None:
     node.stopping = lambda: not worker.alive
     node.maintenance.start()
     if node.services.programs is not None:
+        set_log_level(node.settings.programs)
         node.services.programs.start()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 from typing import Any
@@ -12,7 +13,15 @@ from pool.errors import GenpoolError
 
 
 class Log(Logger):  # type: ignore[misc]  # gunicorn ships no types
-    """Tells kind and place of an exception; its words only where they are ours, or of the import system."""
+    """Tells kind and place of an exception; its words only where they are ours, or of the import system. What genpool
+    itself logs goes the same way, in the same form."""
+
+    def setup(self, cfg: Any) -> None:
+        """Open the log as gunicorn is configured; also after each reload."""
+        super().setup(cfg)
+        ours = logging.getLogger("genpool")
+        ours.handlers = list(self.error_log.handlers)
+        ours.setLevel(self.loglevel)
 
     def exception(self, msg: str, *args: Any, **_: Any) -> None:
         """Log the exception that is being handled."""

@@ -19,6 +19,7 @@ from pool.store.handouts import Ending, Handout
 from pool.store.ids import JobRef, new_ref, parse_ref
 from tasks.config import Settings
 from tasks.maintenance import Maintenance
+from tasks.program_log import set_log_level
 from tasks.results import outbox_chore
 from tasks.services import Services
 from workers.rank import Rank
@@ -59,6 +60,7 @@ class Host:
         self._visible.start()
         self._maintenance.start()
         if self._services.programs is not None:
+            set_log_level(self._services.settings.programs)
             self._services.programs.start()
         self._thread.start()
 

@@ -103,6 +103,7 @@ class BatchingLoop:
             store=OffloadStore(offload, clock=clock, wake=self._wake.ring) if self._offloads else None,
             prefill_seconds=prefill_seconds,
         )
+        self._holders = residence.holders
         self._scheduler = Scheduler(
             engine, residence, self.figures, slots=self.effective_limit(), target_step_s=target_step_s
         )
@@ -269,7 +270,7 @@ class BatchingLoop:
         for hint in self._hints:
             self._desk.close(hint.expired())
         self._hints.clear()
-        self._scheduler.close()
+        self._holders.close()
         self._account(self._scheduler.report())
         self.figures.see(self.engine.kv_usage())
         self._publish()
@@ -320,7 +321,7 @@ class BatchingLoop:
     def _carried_out(self, hint: Hint) -> bool:
         """Whether the hint has ended, well or not."""
         if self.figures.clock() > hint.expires_s:
-            self._scheduler.abandon(hint)
+            self._holders.abandon(hint)
             result: HintResult | None = hint.expired()
         else:
             result = self._scheduler.apply(hint)
@@ -333,7 +334,7 @@ class BatchingLoop:
 
     def _publish(self) -> None:
         """Let others see who has what."""
-        news = self._scheduler.holdings()
+        news = self._holders.news(self.figures.usage)
         if news is not None:
             self._holdings = news
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 from pool.program_settings import ProgramSettings
 from pool.rules.programs.facts import Means
@@ -16,8 +17,7 @@ from pool.rules.programs.windows import RequestSample, counts_as_round, growth_t
 from pool.store.handouts import Handout
 from pool.store.placements import Outcome, Placement
 from tasks.ports import Finished
-
-log = logging.getLogger("genpool.programs")
+from tasks.program_log import tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,37 +152,42 @@ def is_broken(request: Completed) -> bool:
 
 def tell_dispatch(handout: Handout, placement: Placement) -> None:
     """A request of a Program begins."""
-    log.debug(
-        "request_dispatch program=%s rank=%s generation=%d epoch=%d attempt=%d queue_s=%.3f",
-        placement.program,
-        placement.rank,
-        placement.generation,
-        placement.epoch,
-        handout.lease.attempt,
-        max(placement.dispatched_ms - handout.created_ms, 0) / 1000,
+    tell(
+        logging.DEBUG,
+        "request_dispatch",
+        **_where(placement),
+        generation=placement.generation,
+        attempt=handout.lease.attempt,
+        queue_s=max(placement.dispatched_ms - handout.created_ms, 0) / 1000,
     )
 
 
 def tell_end(request: Completed, outcome: Outcome) -> None:
     """It has ended."""
+    where, cache = _where(request.placement), _cache(request)
     if is_broken(request):
-        _tell(logging.INFO, "unexpected_cache_discontinuity", request, _cache(request))
-    if not log.isEnabledFor(logging.DEBUG):
-        return
+        tell(logging.INFO, "unexpected_cache_discontinuity", **where, **cache)
     shared = request.placement.shared_tokens if outcome.shared_tokens is None else outcome.shared_tokens
-    _tell(logging.DEBUG, "cache_observation", request, f"{_cache(request)} shared_tokens={shared}")
+    tell(logging.DEBUG, "cache_observation", **where, **cache, shared_tokens=shared)
     if request.interval_s is not None:
-        _tell(logging.DEBUG, "continuity_sample", request, f"interval_s={request.interval_s:.3f}")
-    kept = f"ttl_ms={outcome.ttl_ms} automatic_ms={outcome.automatic_ms} impact_s={outcome.impact_s:.3f}"
-    _tell(logging.DEBUG, "ttl_armed", request, kept)
+        tell(logging.DEBUG, "continuity_sample", **where, interval_s=request.interval_s)
+    tell(
+        logging.DEBUG,
+        "ttl_armed",
+        **where,
+        ttl_ms=outcome.ttl_ms,
+        automatic_ms=outcome.automatic_ms,
+        impact_s=outcome.impact_s,
+    )
 
 
-def _tell(level: int, event: str, request: Completed, figures: str) -> None:
-    place = request.placement
-    log.log(level, "%s program=%s rank=%s epoch=%d %s", event, place.program, place.rank, place.epoch, figures)
+def _where(placement: Placement) -> dict[str, Any]:
+    return {"program": placement.program, "rank": placement.rank, "epoch": placement.epoch}
 
 
-def _cache(request: Completed) -> str:
-    cached = "unknown" if request.cached_tokens is None else request.cached_tokens
-    previous = request.placement.previous_prompt_tokens
-    return f"cached_tokens={cached} prompt_tokens={request.finished.prompt_tokens} previous_prompt_tokens={previous}"
+def _cache(request: Completed) -> dict[str, Any]:
+    return {
+        "cached_tokens": "unknown" if request.cached_tokens is None else request.cached_tokens,
+        "prompt_tokens": request.finished.prompt_tokens,
+        "previous_prompt_tokens": request.placement.previous_prompt_tokens,
+    }

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tasks.program_log import tell
 from workers.hints import HintAnswer, HintOutcome
 from workers.loop import BatchingLoop
 from workers.outlet import Held
-
-log = logging.getLogger("genpool.programs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +74,13 @@ class ProgramResidence:
         """How hints have ended; those whose KV did not leave by them."""
         results = self._loop.hint_results()
         for each in results:
-            log.debug(
-                "kv_hint program=%s action=%s outcome=%s freed_tokens=%d reason=%s",
-                each.holder,
-                each.action,
-                each.outcome,
-                each.freed_tokens,
-                each.reason or "none",
+            tell(
+                logging.DEBUG,
+                "kv_hint",
+                program=each.holder,
+                action=each.action,
+                outcome=each.outcome,
+                freed_tokens=each.freed_tokens,
+                reason=each.reason or None,
             )
         return {each.holder for each in results if each.outcome is not HintOutcome.APPLIED}

@@ -20,13 +20,11 @@ from pool.store.rank_delivery import RankDelivery
 from pool.store.server_clock import ServerClock
 from pool.store.standing import Standing, Stay, standing, stays
 from tasks.ports import Finished
-from tasks.program_log import Teller
+from tasks.program_log import Teller, tell
 from tasks.programs import Programs
 from workers.outlet import STATE_ERRORS
 from workers.program_outcomes import Background, Completed, outcome_of, tell_dispatch, tell_end
 from workers.program_residence import ProgramResidence, Resident
-
-log = logging.getLogger("genpool.programs")
 
 #: After a failed round trip.
 RETRY_S = 0.3
@@ -135,7 +133,8 @@ class ProgramSeat:
             self._failing = False
         except STATE_ERRORS as error:
             if not self._failing:
-                log.warning("%s: its seat: %s; again as soon as it can", self._rank, type(error).__name__)
+                error_name = type(error).__name__
+                tell(logging.WARNING, "program_seat_failed", model=self._model, rank=self._rank, error=error_name)
             self._failing = True
             self._next_s = time.monotonic() + RETRY_S
 
@@ -167,7 +166,7 @@ class ProgramSeat:
                 for program in self._residence.look(0).programs:
                     self._residence.drop(program)
                 return False
-            log.warning("%s: its seat was lost; it takes it again", self._rank)
+            tell(logging.WARNING, "program_seat_retaken", model=self._model, rank=self._rank)
             self.take()
             return False
         self._delivery.seated = True
@@ -195,7 +194,8 @@ class ProgramSeat:
                 running=resident.running,
                 gone=tuple(stands.leaving.keys() - resident.tokens.keys()),
             )
-            self._upkeep.observe(self._rank, self._incarnation, look)
+            installed = self._upkeep.observe(self._rank, self._incarnation, look)
+            self._teller.looked(self._rank, look, installed=installed)
         self._clear(resident)
 
     def _clear(self, resident: Resident) -> None:

@@ -36,7 +36,6 @@ from tasks.ports import (
     Stopped,
 )
 from workers.hints import Hint, HintResult
-from workers.holders import Holdings
 from workers.residence import Residence
 from workers.sessions import Job, Phase, Session
 from workers.stepping import Stepping
@@ -177,18 +176,6 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - whatever an engine raises must not end the loop
             self._holders.abandon(hint)
             return hint.failed(f"the engine failed: {type(error).__name__}")
-
-    def abandon(self, hint: Hint) -> None:
-        """The hint has expired."""
-        self._holders.abandon(hint)
-
-    def holdings(self) -> Holdings | None:
-        """Who has what of the KV. None: as the last time."""
-        return self._holders.news(self._telemetry.usage)
-
-    def close(self) -> None:
-        """Nothing is kept for anybody any more, anywhere."""
-        self._holders.close()
 
     def tick(self) -> Tick:
         """One turn; what it did."""
@@ -432,11 +419,9 @@ class Scheduler:
         self._report.events.append(drawn)
         if session.phase is Phase.DECODING:
             self._telemetry.decoded(now_s)
-        if session.last_token_s is None:
-            session.first_token_s = now_s
-        else:
-            self._telemetry.gap(now_s - session.last_token_s)
-        session.last_token_s = now_s
+        gap_s = session.told(now_s)
+        if gap_s is not None:
+            self._telemetry.gap(gap_s)
         return True
 
     # -- ends --------------------------------------------------------------------------------------------------------

@@ -121,6 +121,14 @@ class Session:
         logprobs = (logprobs_of(row, token, sampling.top_logprobs),) if sampling.logprobs else ()
         return Tokens(generation.job, generation.attempt, self.choice, (token,), self.take(token), logprobs)
 
+    def told(self, now_s: float) -> float | None:
+        """A token that it drew was told; how long after the one before, None for its first."""
+        gap_s = None if self.last_token_s is None else now_s - self.last_token_s
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
+        return gap_s
+
     def take(self, token: int) -> str:
         """Append a token, decide whether the choice has ended, and return the text that became safe to show. That of a
         token that ends it is not shown, as that of a stop string is not."""

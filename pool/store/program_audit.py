@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pool.store.connection import Client
 from pool.store.program_keys import ProgramKeys
 from pool.store.program_records import Stored, stored_of
+from pool.store.program_waiters import waiter_of
 from pool.store.violations import Violation
 
 BATCH = 200
@@ -45,7 +46,7 @@ class ProgramAudit:
         client, keys, found = self._client, self._keys, Found()
         found.ranks = {rank.decode() for rank, _ in client.zscan_iter(keys.members, count=BATCH)}
         place = keys.place("")
-        of_ranks = tuple(place[kind] for kind in ("book", "stream", "active", "waiting", "order", "leaving"))
+        of_ranks = tuple(place[kind] for kind in ("book", "stream", "active", "waiting", "order", "waiters", "leaving"))
         records, pools = keys.record(""), keys.pool("")
         programs: set[str] = set()
         for key in (raw.decode() for raw in client.scan_iter(match=f"{records.removesuffix('program:')}*", count=1000)):
@@ -119,6 +120,9 @@ class ProgramAudit:
             yield Violation("I5", rank, "who waits there by force deadline, and who by their records, disagree")
         if order != {stored.text("standing") + stored.id for stored in waiters.values()}:
             yield Violation("I5", rank, "who waits there by order, and who by their records, disagree")
+        shown = {program.decode(): kept for program, kept in client.hscan_iter(place["waiters"], count=BATCH)}
+        if shown.keys() != waiters.keys() or not all(_says(shown[each.id], each, found) for each in waiters.values()):
+            yield Violation("I5", rank, "what snapshots show of those that wait, and their records, disagree")
 
     def _program(self, stored: Stored, found: Found) -> Iterator[Violation]:
         inflight, pool = stored.number("inflight"), found.pools.get(stored.id, [])
@@ -145,3 +149,13 @@ class ProgramAudit:
             state, program, own = self._client.hmget(self._keys.job(token), "state", "program", "ticket")
             if (state, program, own) != (b"queued", stored.id.encode(), ticket.encode()):
                 yield Violation("I5", stored.id, f"its pool holds job {token}, which is not a queued one of its own")
+
+
+def _says(packed: bytes, stored: Stored, found: Found) -> bool:
+    """Whether what a rank shows of a Program that waits is what its record and its pool say."""
+    try:
+        waiter = waiter_of(stored.id, stored.text("rank"), packed)
+    except ValueError:
+        return False
+    front = next(iter(found.pools.get(stored.id, [])), "").partition(":")[0]
+    return (waiter.program, waiter.front) == (stored.program(), front)

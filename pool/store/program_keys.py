@@ -43,6 +43,7 @@ class ProgramKeys(ModelKeys):
         return {
             "waiting": self._key(f"waiting:{rank}"),
             "order": self._key(f"order:{rank}"),
+            "waiters": self._key(f"waiters:{rank}"),
             "active": self._key(f"active:{rank}"),
             "book": self._key(f"book:{rank}"),
             "leaving": self._key(f"leaving:{rank}"),

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pool.program_settings import ProgramSettings
-from pool.rules.programs.facts import Observation, Program, Rank, State
+from pool.rules.programs.facts import Observation, Rank, State
 from pool.rules.programs.lineage import MAX_DEPTH
 from pool.rules.programs.windows import ContinuitySample, PauseSample, RequestSample, Windows, means_of
 from pool.store.connection import Client
 from pool.store.program_keys import WINDOWS, ProgramKeys
 from pool.store.program_records import Stored, stored_of
+from pool.store.program_waiters import parent_of, waiter_of
 
 #: Waiting Programs that a snapshot shows: those that come first, and those that are forced first, of whom the order
-#: knows nothing. Each costs the server about as much as a command of the plan. And active ones, of which sums are to be
-#: exact.
-MOST_IN_ORDER = 16
+#: knows nothing; and active ones, of which sums are to be exact.
+MOST_IN_ORDER = 24
 MOST_BY_FORCE = 8
 MOST_ACTIVE = 1000
 
@@ -57,29 +57,35 @@ def snapshot(client: Client, keys: ProgramKeys, rank: str, settings: ProgramSett
     pipe.zrange(place["active"], 0, MOST_ACTIVE - 1)
     for name in WINDOWS:
         pipe.lrange(place[name], -settings.stats_window_size, -1)
-    stored, rank_set, clock, by_force, by_order, waiting, active, *samples = pipe.execute()
+    stored, rank_set, clock, by_force, by_order, count, active, *samples = pipe.execute()
     book = {name.decode(): value.decode() for name, value in stored.items()}
     now_ms = clock[0] * 1000 + clock[1] // 1000
     # Nobody holds a reservation who has more than half of the longest force wait before him.
     near_ms = now_ms + round(settings.force_resume_timeout_seconds * 500)
     holders = (program.decode() for program, force_ms in by_force if force_ms <= near_ms)
     wanted = dict.fromkeys([*holders, *(member[-32:].decode() for member in by_order)])
-    records, fronts = _records(client, keys, [*wanted, *(p.decode() for p in active)], wanted)
-    windows, seen = _windows(samples), _seen(records, rank)
+    waiters, records = _details(client, keys, rank, list(wanted), [program.decode() for program in active])
+    parents = _Parents(client, keys, waiters, records)
+    waiting = [waiter_of(each, rank, packed, parents.above(each)) for each, packed in waiters.items()]
+    windows = _windows(samples)
     return Snapshot(
         rank=replace(
             _rank_of(rank, book, settings),
             means=means_of(windows, settings.stats_window_size),
-            programs=tuple(each for each in seen if each.state is State.ACTIVE),
-            waiting=tuple(each for each in seen if each.waiting is not None),
+            programs=tuple(
+                each.program(parents.above(each.id))
+                for each in records.values()
+                if each.text("state") == State.ACTIVE and each.text("rank") == rank
+            ),
+            waiting=tuple(each.program for each in waiting),
         ),
         now_ms=now_ms,
         version=int(book.get("version", 0)),
         incarnation=book.get("incarnation", ""),
         rank_set=int(rank_set or 0),
         moved_tokens=int(book.get("moved", 0)),
-        fronts=fronts,
-        is_whole=waiting <= MOST_IN_ORDER,
+        fronts={each.program.id: each.front for each in waiting},
+        is_whole=count <= MOST_IN_ORDER,
         windows=windows,
         told=book.get("told", ""),
     )
@@ -146,53 +152,61 @@ def _rank_of(rank: str, book: Mapping[str, str], settings: ProgramSettings) -> R
     )
 
 
-def _records(
-    client: Client, keys: ProgramKeys, ids: Sequence[str], waiting: Iterable[str]
-) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The records that are there, with the ancestors of blocking children; and fronts of the pools of `waiting`."""
+def _details(
+    client: Client, keys: ProgramKeys, rank: str, waiting: Sequence[str], active: Sequence[str]
+) -> tuple[dict[str, bytes], dict[str, Stored]]:
+    """What is kept of these Programs: of waiting ones that are still there packed, of active ones their records."""
     pipe = client.pipeline(transaction=False)
-    for each in ids:
+    if waiting:
+        pipe.hmget(keys.place(rank)["waiters"], waiting)
+    for each in active:
         pipe.hgetall(keys.record(each))
-    for each in waiting:
-        pipe.lindex(keys.pool(each), 0)
     replies = pipe.execute()
-    found = zip(ids, replies, strict=False)
-    records = {each: stored for each, values in found if (stored := stored_of(each, values)) is not None}
-    tickets = zip(waiting, replies[len(ids) :], strict=True)
-    fronts = {each: ticket.split(b":")[0].decode() for each, ticket in tickets if ticket is not None}
-    missing = _parents(records, records.values())
-    for _ in range(MAX_DEPTH):
-        if not missing:
-            break
-        for each in missing:
-            pipe.hgetall(keys.record(each))
-        level = [stored_of(each, values) for each, values in zip(missing, pipe.execute(), strict=True)]
-        records |= {stored.id: stored for stored in level if stored is not None}
-        missing = _parents(records, [stored for stored in level if stored is not None])
-    return records, fronts
+    packed = replies.pop(0) if waiting else []
+    found = [stored_of(each, values) for each, values in zip(active, replies, strict=True)]
+    return (
+        {each: kept for each, kept in zip(waiting, packed, strict=True) if kept is not None},
+        {stored.id: stored for stored in found if stored is not None},
+    )
 
 
-def _parents(records: Mapping[str, Stored], children: Iterable[Stored]) -> list[str]:
-    """Parents that wait for one of these and are not known yet."""
-    return list({each.text("parent") for each in children if each.number("blocks")} - {"", *records})
+class _Parents:
+    """Who waits for whom, over blocking links, as far up from the Programs of a snapshot as records say."""
+
+    def __init__(
+        self, client: Client, keys: ProgramKeys, waiters: Mapping[str, bytes], records: Mapping[str, Stored]
+    ) -> None:
+        self._links = {each: parent_of(packed) for each, packed in waiters.items()}
+        self._links |= {each: _blocked_by(stored) for each, stored in records.items()}
+        missing = self._missing(self._links)
+        for _ in range(MAX_DEPTH):
+            if not missing:
+                break
+            pipe = client.pipeline(transaction=False)
+            for each in missing:
+                pipe.hgetall(keys.record(each))
+            level = [stored_of(each, values) for each, values in zip(missing, pipe.execute(), strict=True)]
+            found = {stored.id: _blocked_by(stored) for stored in level if stored is not None}
+            self._links |= found
+            missing = self._missing(found)
+
+    def _missing(self, children: Iterable[str]) -> list[str]:
+        """Parents of these of whom nothing is known yet."""
+        return list({self._links[each] for each in children} - {"", *self._links})
+
+    def above(self, program: str) -> tuple[str, ...]:
+        """Its ancestors, nearest first."""
+        found: list[str] = []
+        parent = self._links.get(program, "")
+        while parent and parent != program and parent not in found and len(found) < MAX_DEPTH:
+            found.append(parent)
+            parent = self._links.get(parent, "")
+        return tuple(found)
 
 
-def _seen(records: Mapping[str, Stored], rank: str) -> list[Program]:
-    here = [stored for stored in records.values() if stored.text("rank") == rank]
-    return [stored.program(_ancestors(stored, records)) for stored in here]
-
-
-def _ancestors(stored: Stored, records: Mapping[str, Stored]) -> tuple[str, ...]:
-    """Ancestors over blocking links, nearest first."""
-    found: list[str] = []
-    child: Stored | None = stored
-    while child is not None and child.number("blocks") and len(found) < MAX_DEPTH:
-        parent = child.text("parent")
-        if not parent or parent in found or parent == stored.id:
-            break
-        found.append(parent)
-        child = records.get(parent)
-    return tuple(found)
+def _blocked_by(stored: Stored) -> str:
+    """The parent that cannot go on before it ends, "" for none."""
+    return stored.text("parent") if stored.number("blocks") else ""
 
 
 def _observation(book: Mapping[str, str]) -> Observation | None:

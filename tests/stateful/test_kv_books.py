@@ -163,6 +163,22 @@ class Books(RuleBasedStateMachine):
         assert len(pinned) == len(self._pinned_prefixes())
 
     @invariant()
+    def every_held_block_has_an_owner(self) -> None:
+        """One: in sum they have what is held. What all sessions have but no holder is theirs alone."""
+        pool, keys = self.pool, list(self.running)
+        owners = {"h": keys[::2], "i": keys[1::2], "j": []}
+        found = pool.held_by(owners)
+        assert sum(found.values()) == pool.usage().held
+        had = {name for name, sessions in owners.items() if sessions or name in pool._pins}
+        assert found.keys() <= had
+        assert had - found.keys() == {name for name in had - pool._pins.keys() if not self._blocks(owners[name])}
+        pinned = {block for blocks in pool._pins.values() for block in blocks}
+        assert pool.sole(keys) == len(self._blocks(keys) - pinned)
+
+    def _blocks(self, keys: list[int]) -> set[int]:
+        return {block for key in keys for block in self.running[key].blocks}
+
+    @invariant()
     def blocks_are_shared_by_equal_content_only(self) -> None:
         """No block is in two sessions unless both would have computed the same in its place."""
         owners = Counter(block for session in self.running.values() for block in session.blocks)

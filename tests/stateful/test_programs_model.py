@@ -387,9 +387,8 @@ class Programs(RuleBasedStateMachine):
             self.client.zadd(self.scene.keys.program_timers, {timer: due_ms - by_ms for timer, due_ms in timers})
         for key, program in self.world.programs.items():
             if program.pool and not program.active:
-                record = self.scene.keys.record(self.id_of(key))
-                due_ms = self.client.hincrby(record, "force_ms", -by_ms)
-                self.client.zadd(self.scene.keys.place(program.rank)["waiting"], {self.id_of(key): due_ms})
+                self.scene.shift(self.id_of(key), -by_ms, "force_ms")
+                self.client.zincrby(self.scene.keys.place(program.rank)["waiting"], -by_ms, self.id_of(key))
         if by_ms == LONG_MS:
             due = [timer.decode().partition(":") for timer in self.client.zrange(self.scene.keys.program_timers, 0, -1)]
             swept_steadily(self.client)

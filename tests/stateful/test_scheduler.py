@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -31,10 +31,13 @@ from hypothesis.stateful import (
 from pool.rules.admission import Budgets, Reason
 from pool.rules.batching import MAX_PASSES
 from tasks.payloads import Sampling
-from tasks.ports import Failed, Finished, Generation, Member, StepResult, TokenIds, Tokens
+from tasks.ports import Failed, Finished, Generation, Tokens
 from tests.engine.looping import generation, undisturbed
 from tests.scripted.blocks import BlockEngine
+from tests.stateful.watched_engine import Watched
+from workers.hints import HintAnswer, HintOutcome
 from workers.loop import BatchingLoop
+from workers.offload import OffloadBudget
 from workers.residence import PrefixReuse
 from workers.scheduler import Tick
 
@@ -44,33 +47,6 @@ PATIENCE_TICKS = 4 * 24 * 40
 OPERATIONS = Counter[str]()
 #: What came of them, all machines together.
 HAPPENED = Counter[str]()
-
-
-class Watched(BlockEngine):
-    """Raises while a culprit is in the batch, and remembers the last step and what sessions began with. Has a clock of
-    its own: steps take longer the more there is in them, though not always as long."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.now_s = 0.0
-        self.culprits: set[str] = set()
-        self.batch: list[Member] = []
-        #: By session: whether most of its prompt was here when it began last.
-        self.was_resident: dict[str, bool] = {}
-
-    def begin(self, session: str, epoch: int, prompt: TokenIds, positions: int, scope: str = "") -> int | None:
-        found = super().begin(session, epoch, prompt, positions, scope)
-        if found is not None:
-            self.was_resident[session] = 2 * found >= len(prompt)
-        return found
-
-    def step(self, batch: Sequence[Member]) -> list[StepResult]:
-        self.batch = list(batch)
-        tokens = sum(len(member.tokens) for member in batch)
-        self.now_s += 0.001 * (tokens + tokens * len(batch) % 7)
-        if any(member.session in self.culprits for member in batch):
-            raise RuntimeError("a culprit is in the batch")
-        return super().step(batch)
 
 
 @dataclass
@@ -116,6 +92,8 @@ class Machine(RuleBasedStateMachine):
         prefill=st.sampled_from([1, 16, 40, 512]),
         target_s=st.sampled_from([0.0, 0.001, 0.02, 0.1]),
         depth=st.sampled_from([0, 4, 24]),
+        outside=st.sampled_from([0, 1000, 2**20, 2**20]),
+        dear=st.sampled_from([True, True, False]),
     )
     def set_up(
         self,
@@ -129,6 +107,8 @@ class Machine(RuleBasedStateMachine):
         prefill: int,
         target_s: float,
         depth: int,
+        outside: int,
+        dear: bool,
     ) -> None:
         """One of the kinds of engine and of the settings."""
         self.exact = recompute_exact
@@ -144,8 +124,19 @@ class Machine(RuleBasedStateMachine):
             kv_overcommit=overcommit,
         )
         self.loop = BatchingLoop(
-            self.engine, self.budgets, limit, reuse=reuse, target_step_s=target_s, clock=lambda: self.engine.now_s
+            self.engine,
+            self.budgets,
+            limit,
+            reuse=reuse,
+            target_step_s=target_s,
+            clock=lambda: self.engine.now_s,
+            offload=OffloadBudget(memory_bytes=outside, retention_s=3.0),
+            prefill_seconds=lambda tokens: tokens * dear,
         )
+        self.outside = outside
+        #: Whose it is and what was said last, by holder; and accepted hints whose end was not told yet.
+        self.last: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.hinted: Counter[tuple[str, str]] = Counter()
         self.jobs: dict[str, Expected] = {}
         #: What the last jobs that ended said, behind their prompts.
         self.said: deque[tuple[int, ...]] = deque(maxlen=2)
@@ -161,7 +152,7 @@ class Machine(RuleBasedStateMachine):
         tokens=st.sampled_from([40, 7, 2, 1]),
         temperature=st.sampled_from([0.0, 0.8]),
         replayed=st.sampled_from([0, 0, 0, 3, 40]),
-        holder=st.sampled_from(["", "", "", "p", "q"]),
+        holder=st.sampled_from(["", "", "p", "q"]),
         tenant=st.sampled_from(["", "", "t"]),
     )
     def submit(
@@ -181,6 +172,18 @@ class Machine(RuleBasedStateMachine):
         if self.said and family > 2:
             # The next turn of one that has ended.
             prompt = (*self.said[length % len(self.said)], *prompt[:5])[:150]
+        self._submit(prompt, n, tokens, temperature, replayed, holder, tenant)
+
+    def _submit(
+        self,
+        prompt: tuple[int, ...],
+        n: int,
+        tokens: int,
+        temperature: float,
+        replayed: int,
+        holder: str,
+        tenant: str,
+    ) -> None:
         streams = alone(self.exact, prompt, n, tokens, temperature)
         self.count += 1
         given = generation(
@@ -240,6 +243,7 @@ class Machine(RuleBasedStateMachine):
             self.engine.batch = []
             waiting = {name for name, job in self.jobs.items() if not job.began}
             report = self.loop.tick()
+            self._hear()
             self._check_budgets(report)
             self._check_order(report, waiting)
             self._take(report)
@@ -275,6 +279,52 @@ class Machine(RuleBasedStateMachine):
         """A Program has ended."""
         OPERATIONS["unpin"] += 1
         self.loop.drop_holder(data.draw(st.sampled_from(sorted(self.holders))))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), action=st.sampled_from(["offload", "offload", "offload", "drop", "retain"]))
+    def hint(self, data: st.DataObject, action: Any) -> None:
+        """A Program pauses, or comes back soon."""
+        OPERATIONS["hint"] += 1
+        holder = data.draw(st.sampled_from(sorted(self.holders)))
+        self._hint(holder, action)
+
+    def _hint(self, holder: str, action: Any) -> None:
+        if self.loop.hint(holder, action) is HintAnswer.ACCEPTED:
+            assert not any(pending == holder for pending, _ in self.hinted)
+            self.hinted[holder, action] += 1
+
+    @rule(data=st.data(), length=st.sampled_from([64, 100, 140]))
+    def leave_and_return(self, data: st.DataObject, length: int) -> None:
+        """A Program's KV leaves the engine, others use the room, and its next turn comes."""
+        OPERATIONS["return"] += 1
+        if not self._idle():
+            self._submit(prompt_of(length % 3, length), 1, 2, 0.0, 0, "r", "")
+            self._work(15)
+        holder = data.draw(st.sampled_from(self._idle() or ["r"]))
+        self._hint(holder, "offload")
+        self._work(1)
+        free = self.engine.kv_usage()
+        room = free.total - free.held
+        if room and self.engine.begin("others", 1, np.array([7], np.int32), room, "others") is not None:
+            self.engine.release("others", 1)
+        tenant, said = self.last.get(holder, ("", prompt_of(0, 64)))
+        self._submit((*said[:145], 30, 31), 1, 2, 0.0, 0, holder, tenant)
+
+    def _idle(self) -> list[str]:
+        """Holders of whom something is kept, and no request is here."""
+        busy = {job.given.holder for job in self.jobs.values()}
+        return sorted(holder for holder in self.loop.holdings() if holder not in busy and holder in self.last)
+
+    def _hear(self) -> None:
+        """Each accepted hint ends once; what was applied has left nothing in the engine."""
+        for result in self.loop.hint_results():
+            self.hinted.subtract([(result.holder, result.action)])
+            assert self.hinted[result.holder, result.action] == 0
+            live = any(job.given.holder == result.holder for job in self.jobs.values())
+            if result.outcome is HintOutcome.APPLIED and result.action != "retain":
+                assert result.holder not in self.loop.holdings() or live
+            HAPPENED[f"{result.action} {result.outcome}"] += 1
+        self.hinted = +self.hinted
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 
@@ -322,6 +372,7 @@ class Machine(RuleBasedStateMachine):
                 assert job.said == job.streams
                 assert [output.tokens for output in event.outputs] == [len(stream) for stream in job.streams]
                 self.said.append((*job.given.prompt.tolist(), *job.said[0]))
+                self.last[job.given.holder] = job.given.tenant, self.said[-1]
                 del self.jobs[event.job]
             else:
                 assert isinstance(event, Failed)
@@ -343,6 +394,7 @@ class Machine(RuleBasedStateMachine):
         self.engine.check_integrity()
         telemetry = self.loop.telemetry()
         assert telemetry["kv_pressure"] <= 1
+        assert telemetry["kv_offloaded_memory_bytes"] <= self.outside
         assert telemetry["runtime_inflight"] == sum(
             not ended for job in self.jobs.values() for ended in self._ended(job)
         ) + sum(self._unseen(job) for job in self.jobs.values())
@@ -385,8 +437,17 @@ class Machine(RuleBasedStateMachine):
         self.loop.tick()
         usage = self.engine.kv_usage()
         assert (usage.held, usage.pinned) == (0, 0)
+        assert (self.loop.holdings(), self.loop.resident_tokens(), self.hinted) == ({}, 0, Counter())
+        assert self.loop.telemetry()["kv_offloaded_memory_bytes"] == 0
         telemetry = self.loop.telemetry()
-        for name in ("preempted_total", "cache_misses_total", "prompt_tokens_cached_total", "kv_evictions_total"):
+        for name in (
+            "preempted_total",
+            "cache_misses_total",
+            "prompt_tokens_cached_total",
+            "kv_evictions_total",
+            "kv_restores_total",
+            "kv_offloads_dropped_total",
+        ):
             HAPPENED[name] += telemetry[name]
 
 
@@ -414,5 +475,5 @@ def test_ten_thousand_random_operations(unlogged: None) -> None:  # noqa: ARG001
         ),
     )
     assert OPERATIONS.total() >= 10_000
-    assert len(OPERATIONS) == 8 and min(OPERATIONS.values()) > 50, OPERATIONS
-    assert len(HAPPENED) == 5 and min(HAPPENED.values()) > 1, HAPPENED
+    assert len(OPERATIONS) == 10 and min(OPERATIONS.values()) > 50, OPERATIONS
+    assert len(HAPPENED) == 12 and min(HAPPENED.values()) > 1, HAPPENED

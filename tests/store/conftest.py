@@ -14,6 +14,8 @@ from pool.store.scripts import all_scripts
 from pool.store.server import StateServer
 from tests import builders
 from tests.processes import free_port
+from tests.program_scene import Scene, settings
+from tests.program_site import Site
 from tests.waiting import wait_until
 
 
@@ -84,3 +86,18 @@ def _delivery(url: str, rank: str) -> Iterator[Delivery]:
     yield made
     made.reader.connection_pool.disconnect()
     made.writer.connection_pool.disconnect()
+
+
+@pytest.fixture
+def site(request: pytest.FixtureRequest, client: Client, redis_url: str) -> Iterator[Site]:
+    """Rank `a` with a thousand tokens, and one process."""
+    fields = {"token_capacity_per_dp_rank": 1000, "stats_window_size": 2} | getattr(request, "param", {})
+    made = Site(Scene(client, redis_url, settings(**fields)))
+    made.process()
+    made.join("a", "first")
+    yield made
+    for process in made.programs:
+        process.stop()
+    made.scene.sound()
+    made.scene.close()
+    client.flushall()

@@ -59,6 +59,13 @@ BREAKS: dict[str, tuple[str, str, Damage]] = {
     "active twice": ("I5", pid("idle"), lambda s: s.client.zadd(place(s, "active"), {pid("idle"): 1})),
     "not waiting": ("I5", "a", lambda s: s.client.zrem(place(s, "waiting"), pid("waits"))),
     "other deadline": ("I5", "a", lambda s: s.client.zincrby(place(s, "waiting"), 1, pid("waits"))),
+    "shown otherwise": (
+        "I5",
+        "a",
+        lambda s: s.client.hset(place(s, "waiters"), pid("waits"), f"{'a' * 32}{':0' * 12}:"),
+    ),
+    "shown as garbage": ("I5", "a", lambda s: s.client.hset(place(s, "waiters"), pid("waits"), "x")),
+    "not shown": ("I5", "a", lambda s: s.client.delete(place(s, "waiters"))),
     "no order": ("I5", "a", lambda s: s.client.delete(place(s, "order"))),
     "lost job": ("I5", pid("runs"), lambda s: s.client.xtrim(place(s, "stream"), maxlen=0)),
     "no timer": ("I5", pid("idle"), lambda s: s.client.zrem(s.keys.program_timers, f"retention:{pid('idle')}")),

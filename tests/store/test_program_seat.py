@@ -5,6 +5,8 @@ Its turns are made from the test's own thread, and so are the loop's.
 
 from __future__ import annotations
 
+import logging
+import secrets
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,6 +22,7 @@ from tasks.payloads import Sampling
 from tasks.ports import Finished, Generation
 from tasks.programs import Programs
 from tests.builders import LEASE_MS, RESULT_TTL_MS
+from tests.program_lines import told
 from tests.program_scene import TENANT, Scene, pid, settings
 from workers.engines.numpy_llama import NumpyLlama
 from workers.engines.tiny import tiny_llama
@@ -77,11 +80,12 @@ class Desk:
         (handout,) = self.scene.take()
         return handout
 
-    def generate(self, holder: str) -> Finished:
-        """The engine runs a request and keeps its KV for the holder."""
-        prompt = np.arange(PROMPT_TOKENS, dtype=np.int32) + 5
+    def generate(self, holder: str, prompt_tokens: int = PROMPT_TOKENS, *, first: int = 5) -> Finished:
+        """The engine runs a request and keeps its KV for the holder. `first`: the first token of its prompt."""
+        prompt = np.arange(prompt_tokens, dtype=np.int32) + first
         sampling = Sampling(temperature=0.0, ignore_eos=True)
-        self.loop.submit(Generation(holder, 1, prompt, sampling, OUTPUT_TOKENS, 0, holder=holder))
+        job = secrets.token_hex(8)
+        self.loop.submit(Generation(job, 1, prompt, sampling, OUTPUT_TOKENS, 0, holder=holder))
         events = self.loop.run_to_completion()
         assert isinstance(events[-1], Finished)
         return events[-1]
@@ -265,3 +269,79 @@ def test_only_programs_have_outcomes(desk: Desk) -> None:
     desk.scene.end(handout)
     handout.lease.placement = None
     assert desk.seat.outcome(handout, finished) is None
+
+
+# -- what is told -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_told_of_requests_and_looks(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a request: its begin, what it found cached, after how long it came back, how long its place is kept; of a
+    look: what the engine holds. A prompt that found nothing though its Program kept its place is worth more."""
+    caplog.set_level(logging.DEBUG, "genpool.programs")
+    for first, prompt_tokens in ((5, 64), (5, 90), (70, 95)):
+        handout = desk.begin("lead")
+        desk.seat.begun(handout)
+        outcome = desk.seat.outcome(handout, desk.generate(pid("lead"), prompt_tokens, first=first))
+        assert outcome is not None
+        desk.scene.end(handout, ttl_ms=60_000, prompt_tokens=outcome.prompt_tokens)
+    desk.turn()
+    lines = told(caplog)
+    assert [line.event for line in lines] == [
+        *("request_dispatch", "cache_observation", "ttl_armed"),
+        *("request_dispatch", "cache_observation", "continuity_sample", "ttl_armed"),
+        *("request_dispatch", "unexpected_cache_discontinuity", "cache_observation", "continuity_sample", "ttl_armed"),
+        "capacity_observation",
+    ]
+    assert all(line.level == ("INFO" if "unexpected" in line.event else "DEBUG") for line in lines)
+    assert all(line.values["program"] == pid("lead") for line in lines[:-1])
+    broken = lines[8].values
+    assert (broken["cached_tokens"], broken["previous_prompt_tokens"]) == ("0", "90")
+    cached = [line.values["cached_tokens"] for line in lines if line.event == "cache_observation"]
+    assert cached == ["0", "64", "0"]
+    look = lines[-1].values
+    assert look == {
+        "model": "tiny",
+        "rank": "a",
+        "tokens": desk.seen_tokens(),
+        "waiting": "0",
+        "running": "0",
+        "gone": "0",
+        "installed": "true",
+    }
+
+
+def test_how_hints_ended_is_told(client: Client, redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """KV of a paused Program that has left the engine."""
+    scene = Scene(client, redis_url, settings(on_pause="offload"))
+    desk = Desk(scene, OffloadBudget(10**8))
+    desk.run("lead")
+    scene.pause("lead", "max_segment_yield")
+    desk.turn()
+    desk.resident()
+    with caplog.at_level(logging.DEBUG, "genpool.programs"):
+        desk.turn()
+    (line,) = told(caplog, "kv_hint")
+    assert int(line.values.pop("freed_tokens")) >= PROMPT_TOKENS
+    assert line.values == {"program": pid("lead"), "action": "offload", "outcome": "applied", "reason": "none"}
+    scene.close()
+    client.flushall()
+
+
+def test_what_befalls_a_seat_is_told_once(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """That others took it for lost, and that its store takes no writes."""
+    desk.scene.upkeep.lose("a", "first", leaves=True)
+    desk.turn()
+    (line,) = told(caplog)
+    assert (line.level, line.event) == ("WARNING", "program_seat_retaken")
+    assert line.values == {"model": "tiny", "rank": "a"}
+    caplog.clear()
+    desk.scene.client.config_set("min-replicas-to-write", 1)
+    desk.seat.leave()
+    try:
+        for _ in range(2):
+            desk.seat._attempt()
+    finally:
+        desk.scene.client.config_set("min-replicas-to-write", 0)
+    (line,) = told(caplog)
+    assert (line.level, line.event) == ("WARNING", "program_seat_failed")
+    assert line.values == {"model": "tiny", "rank": "a", "error": "StateUnavailable"}

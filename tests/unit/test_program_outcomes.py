@@ -14,6 +14,7 @@ from pool.rules.programs.windows import RequestSample
 from pool.store.handouts import Handout, Lease
 from pool.store.placements import Outcome, Placement
 from tasks.ports import ChoiceOutput, Finished
+from tests.program_lines import told
 from workers.program_outcomes import Background, Completed, outcome_of, tell_dispatch, tell_end
 
 P = "0123456789abcdef0123456789abcdef"
@@ -119,18 +120,23 @@ def test_what_is_told_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
     lease = Lease("job", 1, "nonce", placement=GOING_ON)
     tell_dispatch(Handout(lease, b"", b"", b"", 1, 0, 0, (), "", "job", 15_000), GOING_ON)
     tell_end(request(cached=899), Outcome(1200, 1250, ttl_ms=700))
-    events = [(record.levelname, record.getMessage().partition(" ")[0]) for record in caplog.records]
-    assert events == [
+    lines = told(caplog)
+    assert [(line.level, line.event) for line in lines] == [
         ("DEBUG", "request_dispatch"),
         ("INFO", "unexpected_cache_discontinuity"),
         ("DEBUG", "cache_observation"),
         ("DEBUG", "continuity_sample"),
         ("DEBUG", "ttl_armed"),
     ]
-    assert all(P in record.getMessage() for record in caplog.records)
-    assert "queue_s=0.500" in caplog.text
-    assert "interval_s=3.000" in caplog.text
-    assert "ttl_ms=700" in caplog.text
+    where = {"program": P, "rank": "r", "epoch": "4"}
+    cache = {"cached_tokens": "899", "prompt_tokens": "1200", "previous_prompt_tokens": "1000"}
+    assert [line.values for line in lines] == [
+        where | {"generation": "0", "attempt": "1", "queue_s": "0.500"},
+        where | cache,
+        where | cache | {"shared_tokens": "0"},
+        where | {"interval_s": "3.000"},
+        where | {"ttl_ms": "700", "automatic_ms": "0", "impact_s": "0.000"},
+    ]
 
 
 @pytest.mark.parametrize(

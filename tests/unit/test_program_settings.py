@@ -47,6 +47,7 @@ PARAMETERS: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("stats_window_size", 100, [1], [0]),
     ("enable_batch_gain_admission", True, [False], [0]),
     ("rank_gone_seconds", 60.0, [0.5], [0]),
+    ("log_level", "info", ["debug", "warning"], ["DEBUG", 10]),
 ]
 
 #: Coefficient, its default, accepted edges, refused values.
@@ -276,6 +277,11 @@ def test_without_a_table_nothing_is_scheduled(load: Any) -> None:
             {"GENPOOL_PROGRAMS__TOKEN_CAPACITY_PER_TARGET": "6"},
             "programs (from {file}, GENPOOL_PROGRAMS__TOKEN_CAPACITY_PER_TARGET): token_capacity_per_target is the "
             "older name of token_capacity_per_dp_rank: give one of them",
+        ),
+        (
+            '[programs]\nenabled = true\non_pause = "offload"',
+            {},
+            "programs.on_pause (from {file}): offload needs offload_memory_bytes or offload_disk_bytes of a model.",
         ),
         (
             "[programs]\nenabled = true\ntoken_capacity_per_dp_rank = 0",

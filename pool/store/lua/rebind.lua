@@ -1,5 +1,5 @@
 -- rebind: a Program without a place is bound to another rank. Its force deadline stays.
--- GROUP to waiting order active book leaving stream timers dirty events placement requests continuity segments owners figures
+-- GROUP to waiting order waiters active book leaving stream timers dirty events placement requests continuity segments owners figures
 -- KEY program hash
 -- KEY pool list
 -- KEY gone string

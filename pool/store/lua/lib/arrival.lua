@@ -55,6 +55,6 @@ local function place_job(at, p, ticket, job, force, deadline_force)
   local force_ms = p.force_ms or at.ms + force
   if deadline_force > 0 then force_ms = math.min(force_ms, at.ms + deadline_force) end
   p.force_ms = force_ms
-  if p.standing then redis.call('ZADD', at.waiting, force_ms, p[0].id) else wait(at, p, ticket) end
+  if p.standing then keep_waiting(at, p) else wait(at, p, ticket) end
   return 'waiting'
 end

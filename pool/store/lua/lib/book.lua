@@ -1,6 +1,6 @@
 -- The book of a rank, and what every verb that changes something of it tells. `at`: the keys of the rank, and `rank`, its
 -- id, and `ms`, the time, which each verb sets first.
--- GROUP at waiting order active book leaving stream timers dirty events placement requests continuity segments owners figures
+-- GROUP at waiting order waiters active book leaving stream timers dirty events placement requests continuity segments owners figures
 
 -- Tokens that an active Program needs for itself, as pool/rules/programs/tokens.py has them.
 local function private_of(p)

@@ -13,10 +13,24 @@ local function standing_of(p)
   return string.format('%010.0f%d%013.0f%013.0f', 2147483648 - p.prio, p.yielded or 0, by, p.queued_ms)
 end
 
+-- What a snapshot shows of it (pool/store/program_waiters.py): with this it reads no record.
+local function show_waiting(at, p, ticket)
+  redis.call('HSET', at.waiters, p[0].id, string.format('%s:%.0f:%.0f:%.0f:%.0f:%d:%d:%.0f:%.0f:%d:%s', ticket, p.force_ms,
+    p.ctx, p.shared or 0, p.prompt or 0, p.was or 0, p.rounds or 0, p.finish_ms or 0, p.activated_ms or 0, p.yielded or 0,
+    p.blocks == 1 and p.parent or ''))
+end
+
+-- It waits on, for the same job; what another one brought has changed.
+local function keep_waiting(at, p)
+  redis.call('ZADD', at.waiting, p.force_ms, p[0].id)
+  show_waiting(at, p, redis.call('LINDEX', p[0].pool, 0))
+end
+
 local function leave_waiting(at, p)
   if not p.standing then return end
   redis.call('ZREM', at.waiting, p[0].id)
   redis.call('ZREM', at.order, p.standing .. p[0].id)
+  redis.call('HDEL', at.waiters, p[0].id)
   p.standing, p.queued_ms, p.prio, p.expected, p.force_ms = nil, nil, nil, nil, nil
 end
 
@@ -29,6 +43,7 @@ local function wait(at, p, ticket)
   p.standing = standing_of(p)
   redis.call('ZADD', at.waiting, force_ms, p[0].id)
   redis.call('ZADD', at.order, 0, p.standing .. p[0].id)
+  show_waiting(at, p, ticket)
   redis.call('ZREM', at.timers, 'retention:' .. p[0].id)
 end
 
