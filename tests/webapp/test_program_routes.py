@@ -243,7 +243,15 @@ def test_every_fact_of_a_program_and_its_rank(app: ProgramApp, rank: ProgramDeli
     """One that rests after its second request, with a child that waits for it."""
     for growth in (0, 20):
         app.post(**context("up", step_id=4 if growth else None))
-        end(rank, taken(app, rank), prompt_tokens=100 + growth, ttl_ms=60_000, shared_tokens=30, fresh_until_ms=1)
+        end(
+            rank,
+            taken(app, rank),
+            prompt_tokens=100 + growth,
+            ttl_ms=60_000,
+            automatic_ms=60_000,
+            shared_tokens=30,
+            fresh_until_ms=1,
+        )
     child = context("child", parent_program_id="up", blocks_parent=True, priority=7, expected_output_length=9_900)
     app.post(**child)
     facts = next(each for each in app.get(DIAGNOSTICS).get_json()["models"] if each["model"] == MODEL)
