@@ -435,6 +435,7 @@ class Machine(RuleBasedStateMachine):
         for holder in self.holders:
             self.loop.drop_holder(holder)
         self.loop.tick()
+        self._hear()
         usage = self.engine.kv_usage()
         assert (usage.held, usage.pinned) == (0, 0)
         assert (self.loop.holdings(), self.loop.resident_tokens(), self.hinted) == ({}, 0, Counter())
