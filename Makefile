@@ -57,8 +57,9 @@ test-redis7: $(STAMP) ## Run the store's and the state server's tests on Redis 7
 	redis7=$$($(BIN)/python -m tests.redis7) && EVERY_VERB=1 GENPOOL_VALKEY_SERVER="$$redis7" \
 		$(BIN)/python -m pytest -q tests/store tests/integration/test_state_server.py
 
-faults-long: $(STAMP) ## Do every fault of the state server on both servers, with all settings.
-	FAULTS=long $(BIN)/python -m pytest -q tests/faults/test_faulty_server.py
+faults-long: $(STAMP) ## Do every fault of the state server on both servers, with all settings; hot ranks and full budgets for longer.
+	FAULTS=long $(BIN)/python -m pytest -q tests/faults/test_faulty_server.py \
+		tests/faults/test_f40_hot_ranks.py tests/faults/test_f43_full_budgets.py
 
 test-clients: $(STAMP) ## Official clients and frameworks against a live system, each in an environment of its own (needs npm).
 	$(BIN)/python -m tests.clients
