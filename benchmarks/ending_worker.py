@@ -27,9 +27,8 @@ class EndingWorker:
     """One rank that begins jobs at once and ends them later."""
 
     def __init__(self, url: str, model: str) -> None:
-        reader, writer = connect(url, max_connections=1), connect(url, max_connections=1)
-        for client in (reader, writer):
-            client.client_setname("bench-worker")
+        # Every connection is named, those beside a pool too: the others are the API's.
+        reader, writer = (connect(f"{url}?client_name=bench-worker", max_connections=1) for _ in range(2))
         vocabulary = tiny_vocabulary()
         card = Card(
             CONTEXT_LENGTH, CONTEXT_LENGTH, fingerprint=vocabulary.fingerprint(), vocabulary=vocabulary.to_blob()

@@ -3,7 +3,7 @@
 | checked here, before anything is stored | refused as |
 |---|---|
 | hints within what the key allows (`claims.check_limits`) | 400 |
-| no Program descends from itself, trees have at most 32 levels (`lineage.ancestors`), when a Program begins | 400 |
+| no Program descends from itself, trees have at most 64 levels (`lineage.ancestors`), when a Program begins | 400 |
 | it alone needs no more KV than a whole rank has | 400 `program_capacity_exceeded` |
 
 How many Programs the key's owner may have, the store checks in the step in which one begins.

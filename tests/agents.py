@@ -70,9 +70,9 @@ class Agents:
         view = self._services.store.view(parse_ref(job))
         return [token for entry in view.entries for token in entry.token_ids]
 
-    def record(self, name: str, model: str = SCRIPTED) -> Stored | None:
+    def record(self, name: str, model: str = SCRIPTED, *, tenant: str = TENANT) -> Stored | None:
         """The Program's record."""
-        return self.store(model).read(program_id_of(TENANT, name))
+        return self.store(model).read(program_id_of(tenant, name))
 
     def state(self, name: str, model: str = SCRIPTED) -> str:
         """`active` or `paused`, "" for none."""

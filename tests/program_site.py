@@ -72,4 +72,5 @@ def with_settings(**fields: Any) -> pytest.MarkDecorator:
 
 
 def tokens_of(handouts: list[Handout]) -> set[str]:
+    """Which jobs these are."""
     return {handout.lease.token for handout in handouts}

@@ -34,7 +34,7 @@ from tasks.client import Client as JobClient
 from tasks.config import Settings, load_configuration
 from tasks.payloads import GenerationRequest, Sampling, TextPrompt
 from tests.processes import free_port, is_running
-from tests.scripted.engine import CONTEXT
+from tests.scripted.engine import BLOCK_TOKENS, CONTEXT
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -136,8 +136,8 @@ class System:
 
     `sections` add to or replace SECTIONS, `models` entries of `[models.NAME]`, other names included. `binary` is the
     state server's program (None: as genpool finds it), `appendfsync` and `server_args` its options, `gunicorn` those of
-    the nodes. `delay_ms` is the time of a scripted step, `context_tokens` what a scripted session holds, `key` what the
-    system's own client sends.
+    the nodes. `delay_ms` is the time of a scripted step, `context_tokens` what a scripted session holds, in blocks of
+    `block_tokens`, `key` what the system's own client sends.
     """
 
     def __init__(
@@ -155,6 +155,7 @@ class System:
         serves: str = SCRIPTED,
         delay_ms: float = 20,
         context_tokens: int = CONTEXT,
+        block_tokens: int = BLOCK_TOKENS,
         key: str = "",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +166,7 @@ class System:
         self.scripted_log.touch()
         self._serves = serves
         self._delay_ms = delay_ms
-        self._context_tokens = context_tokens
+        self._scripted_env = {"SCRIPTED_CONTEXT": str(context_tokens), "SCRIPTED_BLOCK": str(block_tokens)}
         self._api_ports: dict[str, int] = {}
         given = sections or {}
         self._sections = {name: {**SECTIONS.get(name, {}), **given.get(name, {})} for name in (*SECTIONS, *given)}
@@ -220,7 +221,7 @@ class System:
         name = f"worker-{number}"
         env = self._environment(self.config(url or self.url, name))
         env |= {"SCRIPTED_LOG": str(self.scripted_log), "SCRIPTED_DELAY_MS": str(self._delay_ms)}
-        env["SCRIPTED_CONTEXT"] = str(self._context_tokens)
+        env |= self._scripted_env
         argv = [sys.executable, "-m", "tests.scripted.worker", "-Q", self._serves, "-l", "INFO", "-n", f"{name}@%h"]
         argv += ["--without-mingle", "--without-gossip", *arguments]
         return Part(name, argv, env, self.folder)

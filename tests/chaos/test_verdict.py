@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pool.store.records import Output
-from tests.chaos.driver import shortcomings
+from tests.chaos.driver import MOVES, shortcomings
 from tests.chaos.ledger import Account, Ledger, judge
 
 JOB = "resp_scripted.0_" + "a" * 32
@@ -86,9 +86,10 @@ def test_a_full_run_must_have_done_its_work() -> None:
     """A run without one of the faults, with few faults or few jobs, or with room for everybody's KV proves too little,
     and says so."""
     good = {"faults_missing": [], "faults_done": 60, "jobs": {"acknowledged": 1000}}
-    good |= {"preempted": 1, "prompt_tokens_reused": 1}
+    good |= {"preempted": 1, "prompt_tokens_reused": 1, "program_moves": dict.fromkeys(MOVES, 1)}
     assert shortcomings(good) == []
-    few = ({"faults_missing": ["kill state"]}, {"faults_done": 59}, {"jobs": {}})
+    moves = {"program_moves": dict.fromkeys(MOVES[1:], 1)}
+    few = (moves, {"faults_missing": ["kill state"]}, {"faults_done": 59}, {"jobs": {}})
     for lacking in (*few, {"preempted": 0}, {"prompt_tokens_reused": 0}):
         assert len(shortcomings(good | lacking)) == 1
 

@@ -47,9 +47,11 @@ HANG_S = 3600
 class ScriptedEngine(BlockEngine):
     """A tasks.ports.Engine whose next token depends on the prompt's script and the number of tokens so far."""
 
-    def __init__(self, *, delay_ms: float, log_path: Path, context_length: int = CONTEXT) -> None:
-        blocks = FULL_SESSIONS * -(-context_length // BLOCK_TOKENS)
-        super().__init__(blocks=blocks, block_tokens=BLOCK_TOKENS, context_length=context_length, snapshot=False)
+    def __init__(
+        self, *, delay_ms: float, log_path: Path, context_length: int = CONTEXT, block_tokens: int = BLOCK_TOKENS
+    ) -> None:
+        blocks = FULL_SESSIONS * -(-context_length // block_tokens)
+        super().__init__(blocks=blocks, block_tokens=block_tokens, context_length=context_length, snapshot=False)
         self.vocabulary = scripted_vocabulary()
         tokens = reversed(range(self.vocabulary.size))
         self._token_of = {self.vocabulary.token_bytes(token): token for token in tokens}

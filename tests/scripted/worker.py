@@ -1,7 +1,7 @@
 """A genpool worker as it is shipped, except for its engine: `python -m tests.scripted.worker -Q MODEL ...`.
 
 The model `tiny` keeps its real engine; every other one is scripted. SCRIPTED_LOG names the log file, SCRIPTED_DELAY_MS
-how long a step takes, SCRIPTED_CONTEXT how many tokens a session holds.
+how long a step takes, SCRIPTED_CONTEXT how many tokens a session holds, SCRIPTED_BLOCK how many a block of it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def load(name: str, settings: ModelSettings, weights: Path | None) -> Engine:
         delay_ms=float(os.environ["SCRIPTED_DELAY_MS"]),
         log_path=Path(os.environ["SCRIPTED_LOG"]),
         context_length=int(os.environ["SCRIPTED_CONTEXT"]),
+        block_tokens=int(os.environ["SCRIPTED_BLOCK"]),
     )
 
 

@@ -130,7 +130,7 @@ class Machine(RuleBasedStateMachine):
             reuse=reuse,
             target_step_s=target_s,
             clock=lambda: self.engine.now_s,
-            offload=OffloadBudget(memory_bytes=outside, retention_s=3.0),
+            offload=OffloadBudget(memory_bytes=outside, retention_s=0.4),
             prefill_seconds=lambda tokens: tokens * dear,
         )
         self.outside = outside
@@ -435,6 +435,7 @@ class Machine(RuleBasedStateMachine):
         for holder in self.holders:
             self.loop.drop_holder(holder)
         self.loop.tick()
+        self._hear()
         usage = self.engine.kv_usage()
         assert (usage.held, usage.pinned) == (0, 0)
         assert (self.loop.holdings(), self.loop.resident_tokens(), self.hinted) == ({}, 0, Counter())

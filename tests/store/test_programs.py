@@ -10,6 +10,7 @@ from pool.errors import QueueFull
 from pool.store.connection import Client
 from pool.store.handouts import Write, failed
 from pool.store.ids import new_ref
+from pool.store.program_figures import program_survey
 from pool.store.program_records import Arrival
 from pool.store.programs import Operation, ProgramStore
 from tests.builders import entry, job_store, new_job
@@ -64,6 +65,27 @@ def test_a_program_that_keeps_its_place_goes_on_at_once(scene: Scene) -> None:
     assert scene.end(handout, ttl_ms=0).code == "ok"
     assert scene.field("lead", "state") == "paused"
     assert scene.upkeep.leaving("a") == {pid("lead"): 400}
+
+
+def test_each_transition_is_an_event_and_is_counted(scene: Scene) -> None:
+    """By what happened and why; a request that goes on at once is one, too."""
+    scene.arrive("lead")
+    scene.plan()
+    scene.end(*scene.take(), ttl_ms=60_000)
+    scene.arrive("lead")
+    scene.end(*scene.take(), ttl_ms=0)
+    scene.upkeep.finish(TENANT, "lead")
+    events = [fields for _, fields in scene.client.xrange(scene.keys.program_events)]
+    happened = [(fields[b"what"].decode(), fields[b"reason"].decode()) for fields in events]
+    assert happened == [
+        ("create", "arrival"),
+        ("admit", "fits"),
+        ("rest", "completed"),
+        ("continue", "arrival"),
+        ("pause", "ttl_expired"),
+        ("release", "finished"),
+    ]
+    assert program_survey(scene.client, "tiny", scene.settings).transitions == dict.fromkeys(happened, 1)
 
 
 def test_records_stay_packed(scene: Scene) -> None:

@@ -42,12 +42,16 @@ def test_a_program_moves_where_there_is_room() -> None:
     assert (found.rank, found.reason, found.required_tokens) == ("s", Reason.FITS, 100)
 
 
+def test_one_that_was_never_active_moves_like_others() -> None:
+    """It has no KV to lose; else those that begin on one rank would wait there beside idle ones."""
+    assert destination(SOURCE, other(), program=replace(MOVED, was_active=False)) == "s"
+
+
 def test_the_gates_in_their_order() -> None:
     """The first that stays shut is named."""
     early = replace(MOVED, waiting=waiting("m", waited_ms=999).waiting)
     assert tried(SOURCE, other(), given=settings()) is Gate.OFF
-    assert tried(SOURCE, other(), program=replace(MOVED, was_active=False)) is Gate.NEVER_ACTIVE
-    assert tried(SOURCE, other(), program=replace(MOVED, waiting=None)) is Gate.NEVER_ACTIVE
+    assert tried(SOURCE, other(), program=replace(MOVED, waiting=None)) is Gate.NOT_WAITING
     assert tried(replace(SOURCE, means=Means()), other()) is Gate.COLD_SOURCE
     assert tried(SOURCE, other(), program=early) is Gate.TOO_SOON
     assert tried(replace(SOURCE, waiting=(MOVED,)), other()) is Gate.NO_PRESSURE

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from pool.rules.programs.lineage import MAX_DEPTH
 from pool.store.connection import Client
 from pool.store.program_keys import program_id_of
 from tasks.api_keys import KeyLimits
@@ -213,12 +214,12 @@ def test_nobody_is_his_own_ancestor(app: ProgramApp) -> None:
 
 
 def test_trees_have_a_greatest_depth(app: ProgramApp) -> None:
-    """32 levels above one."""
-    for level in range(33):
+    """So many levels above one."""
+    for level in range(MAX_DEPTH + 1):
         parent = {"parent_program_id": f"p{level - 1}"} if level else {}
         assert app.post(**context(f"p{level}", **parent)).status_code == 200
-    refused = error_of(app.post(**context("p33", parent_program_id="p32")))
-    assert refused["param"] == f"{CONTEXT}.parent_program_id" and "32" in refused["message"]
+    refused = error_of(app.post(**context("deeper", parent_program_id=f"p{MAX_DEPTH}")))
+    assert refused["param"] == f"{CONTEXT}.parent_program_id" and str(MAX_DEPTH) in refused["message"]
 
 
 # --- what a key allows

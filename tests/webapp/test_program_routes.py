@@ -14,7 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from genpool import cli
+from pool.program_settings import PrefillCostModel
 from pool.rules.programs.tokens import FIRST_COEFFICIENT, next_coefficient
+from pool.rules.programs.ttl import cache_miss_impact_seconds
+from pool.rules.programs.windows import RequestSample
 from pool.store.connection import Client, connect
 from pool.store.handouts import Handout, Write
 from pool.store.placements import Outcome
@@ -240,7 +243,15 @@ def test_every_fact_of_a_program_and_its_rank(app: ProgramApp, rank: ProgramDeli
     """One that rests after its second request, with a child that waits for it."""
     for growth in (0, 20):
         app.post(**context("up", step_id=4 if growth else None))
-        end(rank, taken(app, rank), prompt_tokens=100 + growth, ttl_ms=60_000, shared_tokens=30, fresh_until_ms=1)
+        end(
+            rank,
+            taken(app, rank),
+            prompt_tokens=100 + growth,
+            ttl_ms=60_000,
+            automatic_ms=60_000,
+            shared_tokens=30,
+            fresh_until_ms=1,
+        )
     child = context("child", parent_program_id="up", blocks_parent=True, priority=7, expected_output_length=9_900)
     app.post(**child)
     facts = next(each for each in app.get(DIAGNOSTICS).get_json()["models"] if each["model"] == MODEL)
@@ -389,6 +400,48 @@ def test_figures_of_programs(app: ProgramApp, rank: ProgramDelivery) -> None:
     assert (found['observation_fresh{rank="a"}'], found['rank_used_tokens{rank="a"}']) == (1, 77)
     assert 0 <= found['observation_age_seconds{rank="a"}'] < 3
     assert (found['engine_waiting_requests{rank="a"}'], found['engine_running_requests{rank="a"}']) == (1, 2)
+
+
+def sample(growth: int, rounds: int) -> RequestSample:
+    """A request that grew by so many tokens, in a segment of so many rounds."""
+    return RequestSample(100, 10, None, growth, 1.0, None, 0.0, rounds, 1000)
+
+
+def test_figures_and_facts_of_a_rank_that_reserves_room(app: ProgramApp, rank: ProgramDelivery) -> None:
+    """What is reserved for growth at an admission; then so much that the next one stays, with what it would gain and
+    cost, while others go on, and leave."""
+    app.post(**context("first"))
+    end(rank, taken(app, rank), ttl_ms=60_000, sample=sample(20, 3))
+    app.post(**context("second"))
+    end(rank, taken(app, rank), ttl_ms=60_000, sample=sample(900, 7))
+    found = samples(app)
+    # 6 rounds for it, and 5 of 6 for the first one.
+    assert found['admission_reserve_tokens{rank="a"}'] == 20 * 11
+    assert (found['admission_used_tokens{rank="a"}'], found['admission_capacity_pressure{rank="a"}']) == (210, 0.021)
+    projected = (210 + PROMPT_TOKENS + 100 + 220) / 10_000
+    assert found['admission_projected_pressure{rank="a"}'] == pytest.approx(projected)
+    app.post(**context("first"))
+    app.post(**context("waits"))
+    app.plan()
+    app.finish("second")
+    found = samples(app)
+    assert (found['rank_reasoning_programs{rank="a"}'], found['rank_queue_size{rank="a"}']) == (1, 1)
+    assert (found['rank_leaving_tokens{rank="a"}'], found['rank_ledger_tokens{rank="a"}']) == (210, 210)
+    assert found['transitions_total{reason="arrival",transition="continue"}'] == 1
+    assert found['transitions_total{reason="finished",transition="release"}'] == 1
+    facts = next(each for each in app.get(DIAGNOSTICS).get_json()["models"] if each["model"] == MODEL)
+    (seen,), (waits, first) = facts["ranks"], facts["programs"]
+    assert (seen["target_rounds"], seen["mean_growth_tokens"], seen["statistics_full"]) == (14, 900, True)
+    assert (seen["leaving_tokens"], seen["throughput_per_second"]) == (210, 1)
+    assert (first["transition"], first["reason"], first["in_flight"]) == ("continue", "arrival", 1)
+    decision = waits["decision"]
+    assert (decision["admitted"], decision["reason"]) == (False, "room_reserved_for_growth")
+    assert decision["reserve_tokens"] == 900 * (14 + 13)
+    assert decision["lacking_tokens"] == 420 + PROMPT_TOKENS + 100 + 900 * 27 - 10_000
+    impact_s = cache_miss_impact_seconds(PrefillCostModel(), PROMPT_TOKENS)
+    # JSON has no word for an infinite loss: the protected rounds would all be lost.
+    assert decision["gain"] == {"gain_s": 0, "impact_s": pytest.approx(impact_s), "loss_s": None}
+    end(rank, taken(app, rank))
 
 
 FAMILIES = [name.replace("_ms", "_seconds") for name in FIGURES]

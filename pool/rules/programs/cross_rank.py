@@ -1,8 +1,9 @@
-"""Whether a paused Program resumes on another rank than its last, and on which.
+"""Whether a waiting Program becomes active on another rank than its last, and on which.
 
-Its KV is lost by that, so every gate must open: `global_queue` is on; it was active before; it has waited for an
-interval, and its last rank is known and under pressure; another rank, which no other waiting Program calls its last,
-has so much more room, and would admit it.
+Its KV is lost by that, so every gate must open: `global_queue` is on; it has waited for an interval, and its last rank
+is known and under pressure; another rank, which no other waiting Program calls its last, has so much more room, and
+would admit it. One that was never active has no KV to lose. It may move like others: many that begin on one rank, like
+the agents of one session, would else wait there for as long as the first of them keep their places, beside idle ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Gate(StrEnum):
     """Which gate stayed shut first, as it stands in diagnostics."""
 
     OFF = "global_queue_off"
-    NEVER_ACTIVE = "never_active"
+    NOT_WAITING = "no_waiting_request"
     COLD_SOURCE = "window_of_last_rank_not_full"
     TOO_SOON = "waited_less_than_an_interval"
     NO_PRESSURE = "last_rank_not_under_pressure"
@@ -78,8 +79,8 @@ def relocate(
     source = ranks[candidate.rank]
     if not settings.global_queue:
         return Gate.OFF
-    if not candidate.was_active or waiting is None:
-        return Gate.NEVER_ACTIVE
+    if waiting is None:
+        return Gate.NOT_WAITING
     if not source.means.full:
         return Gate.COLD_SOURCE
     if not _has_waited(waiting, settings, now_ms):

@@ -8,7 +8,7 @@ from pool.errors import InvalidRequest
 from pool.rules.programs.metadata import MAX_WHOLE
 
 #: Deepest tree of agents. It bounds the walk to the root, which costs a look-up a level.
-MAX_DEPTH = 32
+MAX_DEPTH = 64
 
 
 def ancestors(program_id: str, parent: str | None, parent_of: Callable[[str], str | None]) -> tuple[str, ...]:

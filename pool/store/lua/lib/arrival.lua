@@ -7,12 +7,6 @@ local function must_move(at, p, elsewhere)
   return elsewhere == 1 and not p.standing and (not seat or seat == '')
 end
 
-local function learn(p, pairs_of)
-  for i = 1, #pairs_of, 2 do
-    p[pairs_of[i]] = TEXT[pairs_of[i]] and pairs_of[i + 1] or tonumber(pairs_of[i + 1])
-  end
-end
-
 local function arrived(at, p, facts, first, tokens)
   if not p.state then
     p.gen = tonumber(redis.call('GET', p[0].gone) or -1) + 1
@@ -39,13 +33,15 @@ end
 -- To the rank, where the Program has its place and is not to leave it; where Programs are only bound, it gets one at once.
 local function place_job(at, p, ticket, job, force, deadline_force)
   local seat, free = redis.call('HGET', at.book, 'incarnation'), redis.call('LLEN', p[0].pool) == 0
+  local what, why = 'continue', 'arrival'
   p.patience = force
   if p.bind == 1 and p.state == 'paused' and seat and seat ~= '' and free then
     activate(at, p, seat, redis.call('HGET', at.leaving, p[0].id) or 0)
-    event(at, 'admit', p, 'bound')
+    what, why = 'admit', 'bound'
   end
   if p.state == 'active' and not p.mark and p.seat == seat and free then
     dispatch(at, p, ticket, job)
+    event(at, what, p, why)
     return 'dispatched'
   end
   redis.call('RPUSH', p[0].pool, ticket)

@@ -3,13 +3,19 @@
 local TEXT = {tenant = 1, name = 1, state = 1, status = 1, rank = 1, seat = 1, standing = 1, reserver = 1, parent = 1,
   root = 1, key = 1}
 
+-- Takes over the fields of a list name, value ...
+local function learn(p, flat)
+  for i = 1, #flat, 2 do
+    p[flat[i]] = TEXT[flat[i]] and flat[i + 1] or tonumber(flat[i + 1])
+  end
+end
+
 -- Without fields for a Program that is not there.
 local function program_of(key, pool, gone, id)
   local p, were, flat = {}, {}, redis.call('HGETALL', key)
-  for i = 1, #flat, 2 do
-    local name, text = flat[i], flat[i + 1]
-    local value = TEXT[name] and text or tonumber(text)
-    were[name], p[name] = value, value
+  learn(p, flat)
+  for name, value in pairs(p) do
+    were[name] = value
   end
   p[0] = {key = key, pool = pool, gone = gone, id = id, were = were}
   return p
