@@ -41,7 +41,7 @@ ABANDONED = "full + 36 abandoned"
 FLOOD = "flood"
 PART = 0.35
 #: Waits are bounded as lengths are: a request of the recorded ones takes some ten seconds, one here less than one.
-SCALED = ("force_resume_timeout_seconds = 10.0",)
+SCALED = ("force_resume_timeout_seconds = 20.0",)
 #: Options that are no parameters of the measurement.
 UNTOLD = frozenset({"json", "quick", "full", "only", "coefficients"})
 #: Where `--full` keeps what is done.
