@@ -298,6 +298,8 @@ class BatchingLoop:
         self._read_mail()
         self._scheduler.set_slots(self.effective_limit())
         if self._hints:
+            # First what the disk has done: it may be what they wait for, and nobody wakes the thread for it again.
+            self._scheduler.poll()
             self._hints = [hint for hint in self._hints if not self._carried_out(hint)]
         report = self._scheduler.tick()
         self._account(report)

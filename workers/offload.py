@@ -217,8 +217,9 @@ class OffloadStore:
 
     def poll(self) -> bool:
         """Take note of what was written and read, and of what has become too old; whether there was any."""
-        done = [(entry, task) for entry, task in self._tasks if task.done()]
-        self._tasks = [(entry, task) for entry, task in self._tasks if not task.done()]
+        # Each is asked once: one that ends just now is either done or not, never neither.
+        done = [busy for busy in self._tasks if busy[1].done()]
+        self._tasks = [busy for busy in self._tasks if busy not in done]
         for entry, task in done:
             self._settle(entry, task)
         return self._expire() or bool(done)

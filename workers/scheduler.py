@@ -177,9 +177,13 @@ class Scheduler:
             self._holders.abandon(hint)
             return hint.failed(f"the engine failed: {type(error).__name__}")
 
+    def poll(self) -> None:
+        """Take note of what the disk has done with KV that is outside."""
+        self._stirred = self._holders.poll() or self._stirred
+
     def tick(self) -> Tick:
         """One turn; what it did."""
-        self._stirred = self._holders.poll() or self._stirred
+        self.poll()
         for session in list(self._replayed):
             self._end(session)
         self._promote()
