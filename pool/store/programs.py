@@ -102,7 +102,7 @@ class ProgramWay:
             force=arrival.force_ms,
             deadline_force=arrival.deadline_ms,
             most_programs=arrival.max_programs,
-            facts=arrival.facts(self.settings),
+            facts=[*arrival.facts(self.settings), *(("last", job.ref.token) if arrival.ends else ())],
             first=arrival.first(),
         )
 
