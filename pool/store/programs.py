@@ -85,7 +85,7 @@ class ProgramWay:
     where: str = ""
     generation: int = field(default=-1)
 
-    def command(self, job: NewJob, accepted: Accepted) -> Command:  # noqa: ARG002 - all of it is accepted
+    def command(self, job: NewJob, accepted: Accepted) -> Command:
         """arrive."""
         arrival = self.arrival
         fields = [*accepted["fields"], *arrival.job_fields()]  # type: ignore[misc]
