@@ -14,7 +14,8 @@ The record is a HASH with short names: a million of them are kept.
   `mark` (pause when idle), `finish_ms`, `impact_us` (what a miss of its next request would cost), `completed`,
   `ttl_ms`, `auto_ms` (end of the automatic part of the hold)
 * while it waits: `standing` (in the order, to which the id is added), `queued_ms prio expected force_ms`
-* else: `ending`: it is over when its jobs are; `step` of its last request
+* else: `ending`: it is over when its jobs are; `last`, the job that came last, if it said that it is the last one;
+  `step` of its last request
 """
 
 from __future__ import annotations

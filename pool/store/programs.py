@@ -85,7 +85,7 @@ class ProgramWay:
     where: str = ""
     generation: int = field(default=-1)
 
-    def command(self, job: NewJob, accepted: Accepted) -> Command:  # noqa: ARG002 - all of it is accepted
+    def command(self, job: NewJob, accepted: Accepted) -> Command:
         """arrive."""
         arrival = self.arrival
         fields = [*accepted["fields"], *arrival.job_fields()]  # type: ignore[misc]
@@ -102,7 +102,7 @@ class ProgramWay:
             force=arrival.force_ms,
             deadline_force=arrival.deadline_ms,
             most_programs=arrival.max_programs,
-            facts=arrival.facts(self.settings),
+            facts=[*arrival.facts(self.settings), *(("last", job.ref.token) if arrival.ends else ())],
             first=arrival.first(),
         )
 

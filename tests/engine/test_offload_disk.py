@@ -1,4 +1,4 @@
-"""The moments at which a disk has written offloaded KV: whenever that is, it is noted, and what waits for it goes on."""
+"""When a disk has written offloaded KV: at whatever moment that is, it is noted, and what waits for it goes on."""
 
 from __future__ import annotations
 

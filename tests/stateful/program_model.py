@@ -25,7 +25,7 @@ class Job:
 @dataclass
 class Program:
     """`pool`, `flight`: tokens of jobs that wait, and that are with the rank; `seat`: the process that has its place;
-    `timer`: the one that ends it while it is idle."""
+    `timer`: the one that ends it while it is idle; `last`: the job that came last, if its Program is over with it."""
 
     gen: int
     rank: str
@@ -35,6 +35,7 @@ class Program:
     flight: list[str] = field(default_factory=list)
     mark: bool = False
     ending: bool = False
+    last: str = ""
     yielded: bool = False
     completed: int = 0
     context: ContextEstimate = field(default_factory=ContextEstimate)
@@ -70,7 +71,7 @@ class World:
         else:
             self._move(program, home)
         self.jobs[token] = Job(key, ends=ends)
-        program.ending = False
+        program.ending, program.last = False, token if ends else ""
         program.context = program.context.observed(tokens, is_authoritative=False)
         if program.active and not program.mark and not program.pool and not self.stale(program):
             program.flight.append(token)
@@ -127,6 +128,7 @@ class World:
 
     def _rest(self, key: Key, program: Program, token: str, *, completed: bool, ttl: bool, ends: bool) -> None:
         program.flight.remove(token)
+        program.ending = program.ending or (ends and program.last == token)
         if program.flight:
             return
         stale = self.stale(program)

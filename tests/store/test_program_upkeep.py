@@ -129,6 +129,26 @@ def test_a_request_that_says_so_ends_its_program(scene: Scene) -> None:
     assert scene.record("lead") is None
 
 
+def test_a_last_request_ends_its_program_though_others_end_later(scene: Scene) -> None:
+    """The end of those that came before it then ends the Program; a request that came after it says that more may."""
+    for later, is_over in ((False, True), (True, False)):
+        scene.arrive("lead")
+        scene.plan()
+        (slow,) = scene.take()
+        scene.arrive("lead", ends=True)
+        (last,) = scene.take()
+        slow = [slow]
+        if later:
+            scene.arrive("lead")
+            slow += scene.take()
+        scene.end(last, ttl_ms=60_000)
+        assert scene.sound()
+        for handout in slow:
+            assert scene.record("lead") is not None
+            scene.end(handout, ttl_ms=60_000)
+        assert (scene.record("lead") is None) is is_over
+
+
 # -- ranks --------------------------------------------------------------------------------------------------------
 
 

@@ -17,9 +17,9 @@ local function arrived(at, p, facts, first, tokens)
     event(at, 'create', p, 'arrival')
   end
   local step = p.step or -1
+  p.ending, p.last = nil, nil
   learn(p, facts)
   if p.step < 0 then p.step = step + 1 end
-  p.ending = nil
   -- An estimate rises at once; that it is smaller says nothing.
   if tokens > p.ctx then p.ctx, p.falls = tokens, nil end
   -- It returns to the rank that it left: a sample of the continuity window.

@@ -1,7 +1,7 @@
 -- The record of a Program (fields: pool/store/program_records.py) as a table: whole numbers, but for TEXT. [0] holds what
 -- is no field: the keys `key`, `pool` and `gone`, the `id`, and the fields as they `were` read.
 local TEXT = {tenant = 1, name = 1, state = 1, status = 1, rank = 1, seat = 1, standing = 1, reserver = 1, parent = 1,
-  root = 1, key = 1}
+  root = 1, key = 1, last = 1}
 
 -- Takes over the fields of a list name, value ...
 local function learn(p, flat)

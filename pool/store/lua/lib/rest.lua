@@ -16,6 +16,8 @@ end
 -- of it, and `ends`, that the Program is over; `front`: key of the job that its pool begins with, if it does.
 local function rest(at, p, token, how, ended, front)
   returned(at, p, token)
+  -- Nothing has come after it: the others were there before it said that it was the last.
+  if ended.ends and p.last == token then p.ending = 1 end
   local ticket = p.inflight == 0 and redis.call('LINDEX', p[0].pool, 0)
   if p.inflight > 0 then return account(at, p) end
   local stale, id = is_stale(at, p), p[0].id
