@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-.PHONY: help run test llama cover test-clients fuzz test-redis7 cancels kills program-kills idle sweep programs faults-long lint chaos chaos-long recovery clean
+.PHONY: help run test llama cover test-clients fuzz test-redis7 cancels kills program-kills idle sweep programs faults-long lint chaos chaos-long recovery bench-program-full clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,8 +57,9 @@ test-redis7: $(STAMP) ## Run the store's and the state server's tests on Redis 7
 	redis7=$$($(BIN)/python -m tests.redis7) && EVERY_VERB=1 GENPOOL_VALKEY_SERVER="$$redis7" \
 		$(BIN)/python -m pytest -q tests/store tests/integration/test_state_server.py
 
-faults-long: $(STAMP) ## Do every fault of the state server on both servers, with all settings.
-	FAULTS=long $(BIN)/python -m pytest -q tests/faults/test_faulty_server.py
+faults-long: $(STAMP) ## Do every fault of the state server on both servers, with all settings; hot ranks and full budgets for longer.
+	FAULTS=long $(BIN)/python -m pytest -q tests/faults/test_faulty_server.py \
+		tests/faults/test_f40_hot_ranks.py tests/faults/test_f43_full_budgets.py
 
 test-clients: $(STAMP) ## Official clients and frameworks against a live system, each in an environment of its own (needs npm).
 	$(BIN)/python -m tests.clients
@@ -72,6 +73,9 @@ lint: $(STAMP) ## Check format, style, types, the layers' borders, file lengths 
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/architecture
+
+bench-program-full: llama ## Run every cell of benchmarks/program.py (a day); goes on where it ended.
+	$(BIN)/python benchmarks/program.py --full
 
 bench-%: $(STAMP) ## Run benchmarks/NAME.py.
 	$(BIN)/python benchmarks/$*.py

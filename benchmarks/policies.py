@@ -5,6 +5,7 @@
 | `plain` | no Programs: requests one by one, KV by what was used last | |
 | `binding_only` | Programs are only bound to ranks | all at once |
 | `full` | as `pool/rules` says | as `pool/rules` says |
+| `offload` | as `full`; the KV of those that pause goes to memory, and comes back where that is cheaper | as `full` |
 | `ticks` | until a tick pauses them | see below |
 | `ttl_2` | 2 s | as `full` |
 | `ttl_0` | never | as `full` |
@@ -30,10 +31,10 @@ from tasks import programs
 from tasks.program_planning import Planner
 from workers import program_outcomes
 
-PLAIN, BINDING_ONLY, FULL, TICKS = "plain", "binding_only", "full", "ticks"
+PLAIN, BINDING_ONLY, FULL, OFFLOAD, TICKS = "plain", "binding_only", "full", "offload", "ticks"
 #: Seconds for which a place is kept, by policy.
 FIXED_TTL_S = {TICKS: 3600.0, "ttl_2": 2.0, "ttl_0": 0.0, "ttl_infinite": 3600.0}
-POLICIES = (PLAIN, BINDING_ONLY, FULL, TICKS, "ttl_2", "ttl_0", "ttl_infinite")
+POLICIES = (PLAIN, BINDING_ONLY, FULL, OFFLOAD, TICKS, "ttl_2", "ttl_0", "ttl_infinite")
 TICK_MS = 5000
 
 Keeping = Callable[[ProgramSettings, Means, float, float | None], Retention]

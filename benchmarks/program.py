@@ -30,7 +30,7 @@ from functools import partial
 
 from benchmarks import report
 from benchmarks.agent_traces import REGIMES
-from benchmarks.policies import BINDING_ONLY, FULL, PLAIN, POLICIES, TICKS
+from benchmarks.policies import BINDING_ONLY, FULL, OFFLOAD, PLAIN, POLICIES, TICKS
 from benchmarks.processes import ROOT
 from benchmarks.program_cells import run_all, targets_of_all
 from benchmarks.program_flood import flood
@@ -40,6 +40,10 @@ from benchmarks.random_model import SIX_MILLION, write_model
 ABANDONED = "full + 36 abandoned"
 FLOOD = "flood"
 PART = 0.35
+#: Waits are bounded as lengths are: a request of the recorded ones takes some ten seconds, one here less than one.
+SCALED = ("force_resume_timeout_seconds = 20.0",)
+#: Options that are no parameters of the measurement.
+UNTOLD = frozenset({"json", "quick", "full", "only", "coefficients"})
 #: Where `--full` keeps what is done.
 CELLS = ROOT / "build" / "program-full.jsonl"
 
@@ -54,6 +58,7 @@ def cell_of(options: argparse.Namespace) -> Cell:
         backend=options.backend,
         seconds=options.seconds,
         warm_requests=options.warm_requests,
+        settings="".join(f"{line}\n" for line in options.set),
     )
 
 
@@ -65,7 +70,7 @@ def contestants(options: argparse.Namespace, bench: Bench) -> dict[str, Callable
     }
     found[ABANDONED] = partial(bench.measure, cell.with_policy(FULL, abandoned=36))
     found[FLOOD] = partial(flood, bench)
-    wanted = options.only.split(",") if options.only else [PLAIN, BINDING_ONLY, FULL, TICKS, ABANDONED, FLOOD]
+    wanted = options.only.split(",") if options.only else [PLAIN, BINDING_ONLY, FULL, OFFLOAD, TICKS, ABANDONED, FLOOD]
     return {name: found[name] for name in wanted}
 
 
@@ -103,7 +108,10 @@ def bench_of(options: argparse.Namespace, folder: Path, backends: Sequence[str])
     """The model, its coefficients, and what all cells share."""
     model = folder / "model.gguf"
     write_model(model, SIX_MILLION)
-    costs = {each: calibrated(folder, model, each, seconds=options.calibrate_seconds) for each in backends}
+    if options.coefficients is not None:
+        costs = dict.fromkeys(backends, options.coefficients.read_text(encoding="utf-8"))
+    else:
+        costs = {each: calibrated(folder, model, each, seconds=options.calibrate_seconds) for each in backends}
     return Bench(folder, model, costs, task_requests=options.task_requests)
 
 
@@ -120,6 +128,8 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--warm-requests", type=int, default=80, help="that end a warm-up (80)")
     parser.add_argument("--task-requests", type=int, default=8, help="of a task (8)")
     parser.add_argument("--calibrate-seconds", type=float, default=60, help="for the coefficients (60)")
+    parser.add_argument("--coefficients", type=Path, metavar="TOML", help="take these, and measure none")
+    parser.add_argument("--set", nargs="*", default=SCALED, metavar="LINE", help="further lines of [programs]")
     parser.add_argument("--full", action="store_true", help="every cell, one after the other; goes on where it ended")
     options = parser.parse_args()
     if options.quick:
@@ -138,12 +148,10 @@ def main() -> None:
             samples = run_all(options.rounds, cell_of(options), CELLS, bench.measure)
         else:
             samples = report.interleaved(contestants(options, bench), options.rounds)
+    parameters = {name: value for name, value in vars(options).items() if name not in UNTOLD}
     result = report.Report(
         name="program-full" if options.full else "program",
-        parameters={
-            name: value for name, value in vars(options).items() if name not in ("json", "quick", "full", "only")
-        }
-        | {"coefficients": bench.costs},
+        parameters=parameters | {"coefficients": bench.costs},
         samples=samples,
         targets=targets_of_all(samples) if options.full else targets(samples, options.part),
         machine=report.machine(),

@@ -60,6 +60,7 @@ local function copy(id, rank, at)
     redis.call('HSET', key('waiters:' .. rank), id, table.concat(shown, ':'))
   end
   put(key('program:' .. id), p)
+  redis.call('HINCRBY', key('owners'), p.tenant, 1)
   redis.call('HINCRBY', key('book:' .. rank), 'version', 1)
 end
 for i = 4, #ARGV, 2 do copy(ARGV[i], ARGV[i + 1], number + (i - 4) / 2) end

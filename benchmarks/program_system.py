@@ -19,7 +19,7 @@ import httpx
 from benchmarks import report
 from benchmarks.agent_load import Load, Seen
 from benchmarks.agent_traces import REGIMES, tasks, working_set_tokens
-from benchmarks.policies import BINDING_ONLY, PLAIN
+from benchmarks.policies import BINDING_ONLY, OFFLOAD, PLAIN
 from benchmarks.processes import ROOT, START_S, Worker, free_port, module, state_server, tail, wait_for
 from benchmarks.random_model import SIX_MILLION, kv_bytes
 from benchmarks.streaming_client import HOST
@@ -35,6 +35,8 @@ WINDOW = 50
 #: Longest prompt and output of a task, and its share of llama.cpp's KV, which is divided among sequences.
 LONGEST_TOKENS = {"numpy": 7500, "llama_cpp": 3900}
 SEQUENCE_TOKENS = 4096
+#: Memory for offloaded KV, in parts of the engine's own.
+OFFLOAD_PARTS = 4
 LOAD_S = 3600.0
 
 _CONFIGURATION = """\
@@ -55,6 +57,7 @@ max_batch_size = {slots}
 kept_prefixes = {kept}
 kv_budget_bytes = {kv_bytes}
 scratch_budget_bytes = 268435456
+offload_memory_bytes = {offload_bytes}
 """
 _PROGRAMS = """\
 [programs]
@@ -68,7 +71,7 @@ decode_buffer_tokens = 16
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One combination. `part`: of what the agents would hold, that the engine has as KV; `settings`: further lines of
-    `[programs]`."""
+    `[programs]`, as TOML."""
 
     policy: str
     regime: str = "capped"
@@ -78,6 +81,7 @@ class Cell:
     seconds: float = 80.0
     warm_requests: int = 80
     abandoned: int = 0
+    settings: str = ""
 
     def with_policy(self, policy: str, *, abandoned: int = 0) -> Cell:
         """The same under another one."""
@@ -105,7 +109,7 @@ class Bench:
     def measure(self, cell: Cell) -> report.Sample:
         """Run a cell."""
         kv_tokens = self.kv_tokens(cell)
-        with self.system(cell.policy, cell.backend, kv_tokens) as (port, keys_url):
+        with self.system(cell.policy, cell.backend, kv_tokens, cell.settings) as (port, keys_url):
             load = Load(
                 port=port,
                 model=MODEL,
@@ -160,10 +164,11 @@ class Bench:
             slots=slots,
             kept=max(sequences - slots, 0),
             kv_bytes=kv_bytes(kv_tokens),
+            offload_bytes=kv_bytes(OFFLOAD_PARTS * kv_tokens) if policy == OFFLOAD else 0,
         )
         if policy != PLAIN:
             text += _PROGRAMS.format(window=WINDOW, kv_tokens=kv_tokens) + programs
-            text += "binding_only = true\n" if policy == BINDING_ONLY else ""
+            text += {BINDING_ONLY: "binding_only = true\n", OFFLOAD: 'on_pause = "offload"\n'}.get(policy, "")
             text += self.costs.get(backend, "")
         return text.replace("\0port", "{port}").replace("\0url", "{url}")
 
@@ -181,6 +186,7 @@ def calibrated(folder: Path, model: Path, backend: str, *, seconds: float) -> st
         slots=sequences,
         kept=0,
         kv_bytes=kv_bytes(sequences * SIX_MILLION.context_length),
+        offload_bytes=0,
     )
     config.write_text(text, encoding="utf-8")
     command = module(

@@ -134,22 +134,22 @@ def filled(stack: ExitStack, folder: Path, programs: int, decisions: int, *, aud
     return Contestant(crowd, decisions, sizes)
 
 
-def ring_figures(url: str, programs: int) -> report.Sample:
+def ring_figures(url: str, programs: int, nodes: int = NODES) -> report.Sample:
     """Shares of the Programs that move when a fourth rank comes, and when one goes; those on which nodes disagree."""
     crowd = crowd_of(url, 0, 0)
     for rank in ("a", "b", "c"):
         crowd.upkeep.join(rank, SEAT)
-    three = _homes(url, programs)
+    three = _homes(url, programs, nodes)
     crowd.upkeep.join("d", SEAT)
-    four = _homes(url, programs)
+    four = _homes(url, programs, nodes)
     crowd.upkeep.lose("b", SEAT, leaves=True)
     crowd.upkeep.forget("b", gone_after_ms=-1)
-    without = _homes(url, programs)
+    without = _homes(url, programs, nodes)
     crowd.client.close()
     moved = sum(before != after for before, after in zip(three[0], four[0], strict=True))
     others = sum(before not in (after, "b") for before, after in zip(four[0], without[0], strict=True))
     stayed = sum(home == "b" for home in without[0])
-    differ = sum(len(set(homes)) > 1 for nodes in (three, four, without) for homes in zip(*nodes, strict=True))
+    differ = sum(len(set(homes)) > 1 for answers in (three, four, without) for homes in zip(*answers, strict=True))
     return {
         "moved to a fourth rank, %": moved / programs * 100,
         "others moved when one went": others + stayed,
@@ -157,9 +157,9 @@ def ring_figures(url: str, programs: int) -> report.Sample:
     }
 
 
-def _homes(url: str, programs: int) -> list[list[str]]:
+def _homes(url: str, programs: int, count: int) -> list[list[str]]:
     """What each of some processes says."""
-    commands = [[sys.executable, "-m", "benchmarks.ring_node", url, str(programs), str(node)] for node in range(NODES)]
+    commands = [[sys.executable, "-m", "benchmarks.ring_node", url, str(programs), str(node)] for node in range(count)]
     nodes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for command in commands]
     answers = [node.communicate(timeout=600)[0] for node in nodes]
     if any(node.returncode for node in nodes):

@@ -14,6 +14,8 @@ from tests.scripted.engine import scripted_vocabulary
 from tests.system import SCRIPTED, System
 
 _VOCABULARY = scripted_vocabulary()
+#: For an answer; systems have a shorter `sync_wait_seconds`.
+WAIT_S = 90.0
 #: Behind this line the scripted engine says x for as long as it is let.
 ENDLESS = "|repeat 60000 x\n"
 
@@ -37,7 +39,7 @@ def send(system: System, ids: list[int], *, output: int = 1, **context: Any) -> 
     `accepted`."""
     url = f"{system.api_url(system.apis[0])}/v1/completions"
     asked = {"model": SCRIPTED, "prompt": ids, "max_tokens": output, "vllm_xargs": {"agentic_context": context}}
-    answer = system.http.post(url, json=asked)
+    answer = system.http.post(url, json=asked, timeout=WAIT_S)
     if "id" in answer.json():
         system.accepted.append(answer.json()["id"])
     return answer

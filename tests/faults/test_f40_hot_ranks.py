@@ -30,7 +30,7 @@ SLOTS, PLACES = 4, 8
 PROGRAMS, HOT = 200, 20
 #: Programs that stay while a rank is added, and how many of those on other ranks are asked again when one has gone.
 STAYING, ASKED_AGAIN = 40, 140 if LONG else 30
-TURNS, OUTPUT = 30 if LONG else 10, 15
+TURNS, OUTPUT = 30 if LONG else 10, 10
 #: Most turns of all that may end while a rank stands idle beside one where more wait than it has slots: two each. It
 #: takes a scheduling interval until the first of them go.
 MOST_WHILE_IDLE = 2 * HOT
@@ -44,6 +44,7 @@ def system(start_shared_system: StartSystem) -> System:
     return start_shared_system(
         workers=3,
         sections={
+            "server": {"sync_wait_seconds": 60},
             "programs": {
                 "enabled": True,
                 "global_queue": True,
@@ -94,7 +95,7 @@ def test_ranks_that_come_and_go_move_few(system: System) -> None:
         system.workers.append(added)
         added.start()
         system.await_worker(added)
-        wait_until(lambda: len(ring(agents)) == 4, description="the fourth rank")
+        wait_until(lambda: len(ring(agents)) == 4, description="the fourth rank", timeout_s=30)
         (new,) = ring(agents) - set(before.values())
         after = served(system, names)
         moved = {name for name in names if after[name] != before[name]}
@@ -105,7 +106,7 @@ def test_ranks_that_come_and_go_move_few(system: System) -> None:
         gone = system.workers[0]
         rank = next(each.id for each in system.ranks() if each.pid == gone.pid)
         assert gone.terminate() == 0
-        wait_until(lambda: rank not in ring(agents), description="the rank to leave the ring")
+        wait_until(lambda: rank not in ring(agents), description="the rank to leave the ring", timeout_s=30)
         orphans = [name for name in names if after[name] == rank]
         others = [name for name in names if after[name] != rank][:ASKED_AGAIN]
         again = served(system, [*orphans, *others], expected_resume=False)
@@ -167,7 +168,9 @@ def test_programs_of_a_hot_rank_spread(system: System) -> None:
     with Agents(system) as agents:
         for rank in ranks:
             name = of_rank[rank][HOT]
-            wait_until(lambda name=name: keeps_places(system, agents, name), description="a place that is kept")
+            wait_until(
+                lambda name=name: keeps_places(system, agents, name), description="a place that is kept", timeout_s=60
+            )
             agents.upkeep().finish(NOBODY, name)
         with IdleWatch(agents, ranks) as watch:
 

@@ -130,7 +130,7 @@ class Machine(RuleBasedStateMachine):
             reuse=reuse,
             target_step_s=target_s,
             clock=lambda: self.engine.now_s,
-            offload=OffloadBudget(memory_bytes=outside, retention_s=3.0),
+            offload=OffloadBudget(memory_bytes=outside, retention_s=0.4),
             prefill_seconds=lambda tokens: tokens * dear,
         )
         self.outside = outside

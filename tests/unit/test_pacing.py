@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pool.rules.pacing import BURST_TARGETS, LEAST_STEPS, Pace, prefill_budget
@@ -57,7 +57,9 @@ def test_steps_come_to_take_what_they_may(
     row_s: float, token_s: float, call_s: float, rows: int, target_s: float, grid: int
 ) -> None:
     """Whatever calls, rows and tokens cost, and though nothing was known: within a few dozen steps a step with prefill
-    takes its time but for a cell of the grid, and from the first one never much more."""
+    takes its time but for a cell of the grid, and from the first one never much more. Where a prompt's token is many
+    times as dear as a row, which no engine's is, two sizes of steps may follow each other."""
+    assume(token_s <= row_s)
     decode_s = call_s + rows * row_s
     pace = Pace().after(decode_s, rows=rows, prefill_tokens=0)
     allowed_s = max(target_s, LEAST_STEPS * decode_s)
@@ -65,7 +67,7 @@ def test_steps_come_to_take_what_they_may(
     for _ in range(60):
         tokens = max(prefill_budget(pace, limit=10**9, rows=rows, settled=True, target_s=target_s), grid)
         took_s = decode_s + call_s + tokens * token_s
-        assert took_s <= max(allowed_s, decode_s + cell_s) * 1.001 or token_s > row_s
+        assert took_s <= max(allowed_s, decode_s + cell_s) * 1.001
         pace = pace.after(took_s, rows=rows, prefill_tokens=tokens)
     assert took_s == pytest.approx(max(allowed_s, decode_s + cell_s), rel=0.05, abs=2 * token_s)
 

@@ -57,7 +57,7 @@ class Waiting:
 @dataclass(frozen=True, slots=True)
 class Program:
     """One Program of a rank. `rank`: where it is, or was last, or is bound to for the first time; `was_active`: whether
-    it has ever been active, so that a relocation is one; `reserved_output_tokens`: the stored reservation of its
+    it has ever been active; `reserved_output_tokens`: the stored reservation of its
     request in flight, None without one; `prompt_tokens`: length of its last prompt; `last_finish_ms`: end of its last
     request, 0 before; `rounds`: requests completed since its activation; `activated_ms`: when that was;
     `pause_when_idle`: marked by a repair; `held_by_hint_ms`: when its automatic TTL ends and only the
