@@ -45,6 +45,8 @@ def system(start_shared_system: StartSystem) -> System:
         workers=3,
         sections={
             "server": {"sync_wait_seconds": 60},
+            # On a busy machine no rank is taken for lost.
+            "worker": {"lease_seconds": 10, "renew_seconds": 1},
             "programs": {
                 "enabled": True,
                 "global_queue": True,

@@ -28,7 +28,7 @@ LONG = os.environ.get("FAULTS") == "long"
 BUDGET = 1000
 FIELD = "vllm_xargs.agentic_context.parent_program_id"
 FORCE_S = 20.0 if LONG else 4.0
-#: Longest that any Program of a tree may stay as it is; places are kept for twice as long.
+#: Longest that a whole tree may stay as it is; places are kept for twice as long.
 UNCHANGED_S, KEPT_S = 30, 60
 DEPTH = 50
 CRASHES = 3 if LONG else 1
@@ -41,7 +41,7 @@ def shared(start_shared_system: StartSystem) -> System:
         workers=1,
         sections={
             "server": {"sync_wait_seconds": 45},
-            "worker": {"lease_seconds": 1.5, "renew_seconds": 0.4, "max_deliveries": CRASHES},
+            "worker": {"lease_seconds": 2.5, "renew_seconds": 0.5, "max_deliveries": CRASHES},
             "programs": {
                 "enabled": True,
                 "token_capacity_per_dp_rank": BUDGET,
@@ -92,12 +92,11 @@ def own(system: System, *names: str) -> list[Event]:
     return [event for event in events(system) if event.program in ids]
 
 
-def assert_always_changing(system: System, names: list[str]) -> None:
-    """None of them stayed as it was for too long, and all of them are over."""
-    for name in names:
-        found = own(system, name)
-        assert found[-1].what == "release"
-        assert all(after.ms - before.ms < 1000 * UNCHANGED_S for before, after in itertools.pairwise(found))
+def assert_went_on(system: System, names: list[str]) -> None:
+    """Something always happened to one of this tree before long, and all of it is over."""
+    assert {own(system, name)[-1].what for name in names} == {"release"}
+    pairs = itertools.pairwise(own(system, *names))
+    assert all(after.ms - before.ms < 1000 * UNCHANGED_S for before, after in pairs)
 
 
 def say(system: System, name: str, tokens: int, *, said: int = 0, output: int = 8, **context: object) -> None:
@@ -123,7 +122,7 @@ def test_children_of_parents_that_hold_everything_run(shared: System, agents: Ag
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, parents, children))
-    assert_always_changing(shared, parents + children)
+    assert_went_on(shared, parents + children)
     assert max(pauses(shared)[program_id_of(NOBODY, name)] for name in parents) == 1
 
 
@@ -141,7 +140,7 @@ def test_a_chain_of_fifty_ends(shared: System, agents: Agents) -> None:
     # The deepest come first, so many at once.
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(end, reversed(names)))
-    assert_always_changing(shared, names)
+    assert_went_on(shared, names)
 
 
 def test_the_parent_of_a_child_that_crashes_goes_on(shared: System, agents: Agents) -> None:
@@ -154,7 +153,7 @@ def test_the_parent_of_a_child_that_crashes_goes_on(shared: System, agents: Agen
         assert answer.json()["error"]["code"] == "poison"
         say(shared, "parent", 916, said=16, expected_resume=False)
         assert supervising.restarts == CRASHES
-    assert_always_changing(shared, ["parent", "child"])
+    assert_went_on(shared, ["parent", "child"])
 
 
 def test_nobody_waits_for_himself(shared: System, agents: Agents) -> None:
@@ -194,10 +193,14 @@ def test_a_large_program_starts_within_its_force_wait(shared: System, agents: Ag
         finally:
             stop.set()
         assert sum(client.result() for client in clients) > len(clients)
-    created, admitted = (event.ms for event in own(shared, "large") if event.what in ("create", "admit"))
-    assert admitted - created <= 1000 * FORCE_S
-    meanwhile = [event for event in events(shared) if event.what == "admit" and created < event.ms < admitted]
-    assert len(meanwhile) > 10
+    ms = {event.what: event.ms for event in own(shared, "large")}
+    small = [event for event in events(shared) if event.program != program_id_of(NOBODY, "large")]
+    meanwhile = {event.program: event.ms for event in small if event.what == "admit" and event.ms < ms["admit"]}
+    assert sum(at_ms > ms["create"] for at_ms in meanwhile.values()) > 10
+    # Those that are in flight when it resumes by force may still end.
+    ends = {event.program: event.ms for event in small if event.what == "release"}
+    longest_ms = max(ends[program] - at_ms for program, at_ms in meanwhile.items())
+    assert ms["admit"] - ms["create"] <= 1000 * FORCE_S + longest_ms
 
 
 @pytest.mark.parametrize("output", [8, 9])

@@ -153,6 +153,15 @@ def test_relocations_go_by_arrival_and_each_counts_for_the_next() -> None:
     assert len(plan_relocations([source, other("s"), other("t")], GLOBAL, NOW_MS, WARM, 1)) == 1
 
 
+def test_nobody_goes_whom_its_own_rank_would_admit_now() -> None:
+    """Two that came after its last plan, and have waited for long as nobody has planned since."""
+    off = settings(global_queue=True, admission_waiting_request_threshold=0)
+    source = rank(FIRST, MOVED, means=WARM, capacity=None)
+    assert plan_relocations([source, other(capacity=None)], off, NOW_MS, WARM, 8) == ()
+    full = replace(source, active=off.max_active_programs_per_target)
+    assert len(plan_relocations([full, other(capacity=None)], off, NOW_MS, WARM, 8)) == 2
+
+
 def test_nothing_moves_where_it_is_off_or_nobody_waits() -> None:
     """As between idle ranks."""
     assert plan_relocations([SOURCE, other()], settings(), NOW_MS, WARM, 8) == ()

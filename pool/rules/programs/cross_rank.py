@@ -17,6 +17,7 @@ from pool.rules.programs.admission import Decision, Standing, decide, low_tokens
 from pool.rules.programs.capacity import engine_waiting
 from pool.rules.programs.facts import Means, Program, Rank, Waiting
 from pool.rules.programs.order import order_key, ordered
+from pool.rules.programs.resume import plan_rank
 
 
 class Gate(StrEnum):
@@ -41,7 +42,8 @@ class Relocation:
 def plan_relocations(
     ranks: Sequence[Rank], settings: ProgramSettings, now_ms: int, pooled: Means, limit: int
 ) -> tuple[Relocation, ...]:
-    """Relocations after each rank has resumed what it could: `ranks` no longer show as waiting what was admitted there.
+    """Relocations after each rank has resumed what it could. Those that it still would, because they came since or it
+    has room since, are no candidates: they wait for its next plan.
 
     Candidates come in their tiers, and then by arrival. `pooled`: the windows of all ranks of the model together, for
     ranks whose own are not full. Cost: waiting Programs times ranks.
@@ -49,7 +51,7 @@ def plan_relocations(
     by_id = {rank.id: rank for rank in ranks}
     standings = {rank.id: standing_as_destination(rank, settings, now_ms, pooled) for rank in ranks}
     found: list[Relocation] = []
-    waiting = [program for rank in ranks for program in rank.waiting if program.rank == rank.id]
+    waiting = [program for rank in ranks for program in _left_waiting(rank, settings, now_ms)]
     for candidate in ordered(waiting, settings, now_ms, cross_rank=True):
         if len(found) >= limit:
             break
@@ -59,6 +61,12 @@ def plan_relocations(
             standing = standings[decision.rank]
             standings[decision.rank] = standing.moved_on(candidate, decision.required_tokens, settings)
     return tuple(found)
+
+
+def _left_waiting(rank: Rank, settings: ProgramSettings, now_ms: int) -> list[Program]:
+    """Those whose last rank it is, and that it would not admit now."""
+    admitted = {decision.program for decision in plan_rank(rank, settings, now_ms, len(rank.waiting)).admissions}
+    return [program for program in rank.waiting if program.rank == rank.id and program.id not in admitted]
 
 
 def standing_as_destination(rank: Rank, settings: ProgramSettings, now_ms: int, pooled: Means) -> Standing:
