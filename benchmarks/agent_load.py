@@ -4,7 +4,7 @@
 
 Prints one JSON object with what every request saw; `Load` is what may be asked for, `Seen` what is told. An agent whose
 task is over begins the next one that nobody has begun. The first `warm_requests` that end are the warm-up, whatever
-they take; then it goes on for `seconds`.
+they take, and so are those of abandoned Programs; then it goes on for `seconds`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class Agents:
             tasks(REGIMES[load.regime], length=load.task_requests, longest_tokens=load.longest_tokens, seed=load.seed)
         )
         self.seen: list[Seen] = []
-        self._warm = asyncio.Event()
         self.warm_s = 0.0
 
     def _endless(self, found: list[Task]) -> Iterator[Task]:
@@ -85,13 +84,14 @@ class Agents:
     async def run(self) -> list[Seen]:
         """All of it."""
         load = self._load
-        abandoned = [self._abandon(number) for number in range(load.abandoned)]
         agents = [asyncio.create_task(self._agent(number)) for number in range(load.agents)]
-        waits = [*agents, *(asyncio.create_task(each) for each in abandoned)]
+        abandoned = [asyncio.create_task(self._abandon(number)) for number in range(load.abandoned)]
+        waits = [*agents, *abandoned]
         try:
-            while not self._warm.is_set():
+            while len(self.seen) < load.warm_requests or not all(each.done() for each in abandoned):
                 await asyncio.sleep(0.02)
                 _raise_first(waits)
+            self.warm_s = time.monotonic()
             await asyncio.sleep(load.seconds)
             _raise_first(waits)
         finally:
@@ -113,13 +113,10 @@ class Agents:
                 if at == len(task.requests) - 1:
                     seen = replace(seen, task_s=time.monotonic() - began_s)
                 self.seen.append(seen)
-                if len(self.seen) >= self._load.warm_requests and not self._warm.is_set():
-                    self.warm_s = time.monotonic()
-                    self._warm.set()
 
     async def _abandon(self, number: int) -> None:
-        """One request near the end of the warm-up, and then nothing ever."""
-        while len(self.seen) < self._load.warm_requests * 3 // 4:
+        """One request in the second half of the warm-up, and then nothing ever."""
+        while len(self.seen) < self._load.warm_requests // 2:
             await asyncio.sleep(0.05)
         await asyncio.sleep(number * 0.05)
         task = next(self._work)

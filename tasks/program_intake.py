@@ -64,7 +64,7 @@ class ProgramIntake:
         family = _family(store, job.tenant, program, claim) if stored is None else ()
         prompt_bytes = len(job.input.encode("utf-8", "surrogatepass"))
         tokens = self._tokens(store, job, prompt_bytes)
-        _check_need(store.settings, stored, tokens, hints.expected_output_length)
+        outgrown = _outgrown(store.settings, stored, tokens, hints.expected_output_length)
         home, is_up = self._programs.home(
             model,
             key=claim.hash_key,
@@ -73,7 +73,7 @@ class ProgramIntake:
             relatives=tuple(dict.fromkeys([*family[:1], *family[-1:]])),
         )
         arrival = _arrival(job, claim, store.settings, tokens=tokens, prompt_bytes=prompt_bytes, family=family)
-        arrival = replace(arrival, max_programs=limits.max_programs or 0)
+        arrival = replace(arrival, max_programs=limits.max_programs or 0, outgrown=outgrown)
         return self._timed(job, Entrance(arrival, home, is_up), stored, hints)
 
     def submit(self, job: NewJob, entrance: Entrance, *, key: str | None = None) -> ProgramWay:
@@ -142,18 +142,20 @@ def _family(store: ProgramStore, tenant: str, program: str, claim: Claim) -> tup
         raise InvalidRequest(f"{field}: {error.message}", param=field) from None
 
 
-def _check_need(settings: ProgramSettings, stored: Stored | None, tokens: int, expected: int | None) -> None:
-    """Raise InvalidRequest for what no rank could ever hold. What a paused Program had before counts: it comes back
-    with it."""
+def _outgrown(settings: ProgramSettings, stored: Stored | None, tokens: int, expected: int | None) -> bool:
+    """Whether a paused Program could not come back with what it had before, but can with this request alone: an agent
+    that has compacted its history. Raises InvalidRequest for what no rank could ever hold."""
     capacity = settings.token_capacity_per_dp_rank
     if capacity is None or settings.binding_only:
-        return
-    context, shared = tokens, 0
+        return False
+    shared, before = 0, 0
     if stored is not None:
         shared = stored.number("shared")
-        if stored.text("state") == "paused":
-            context = max(context, stored.number("ctx"))
+        before = stored.number("ctx") if stored.text("state") == "paused" else 0
     output = settings.decode_buffer_tokens if expected is None else expected
+    is_large = max(before - shared, 0) + output > capacity
+    # What waits already waits with what it had.
+    context = max(tokens, before) if stored is not None and "standing" in stored.fields else tokens
     needed = max(context - shared, 0) + output
     if needed > capacity:
         raise InvalidRequest(
@@ -162,3 +164,4 @@ def _check_need(settings: ProgramSettings, stored: Stored | None, tokens: int, e
             param="prompt",
             code="program_capacity_exceeded",
         )
+    return is_large

@@ -22,6 +22,7 @@ from pool.rules.programs.repair import plan_repair
 from pool.rules.programs.resume import RankPlan, plan_rank, yields
 from pool.rules.programs.tokens import private_tokens
 from pool.rules.programs.windows import pooled
+from pool.store.program_mending import is_torn, mend
 from pool.store.program_sights import Sight
 from pool.store.program_upkeep import ProgramUpkeep
 from pool.store.program_views import Outline, Snapshot
@@ -91,7 +92,7 @@ class Planner:
         there is room, only a tick looks closer."""
         if not outline.incarnation:
             return False
-        if outline.waiting or (leads and outline.rank.active):
+        if outline.waiting or (leads and (outline.rank.active or outline.rank.ledger_tokens)):
             return True
         low = low_tokens(outline.rank, self._settings)
         if low is not None and usage(outline.rank, self._settings, outline.now_ms).used_tokens > low:
@@ -159,6 +160,10 @@ class Planner:
         goes_on, is_repaired = True, self._settings.binding_only
         for _ in range(TRIES):
             seen = self._store.snapshot(rank)
+            if is_torn(seen):
+                # Where even that does not help, not before the next tick.
+                goes_on = not mend(self._store, seen)
+                continue
             self._teller.observed(seen)
             plan = RankPlan() if is_repaired else self._repair(seen)
             if repairs := bool(plan.pauses or plan.marks):
@@ -169,6 +174,8 @@ class Planner:
             self._tell(seen, operations, plan.decisions, applied)
             if applied.code == "version":
                 continue
+            if gone := [program for program, why in applied.refused if why == "gone"]:
+                mend(self._store, replace(seen, version=applied.version), gone)
             is_repaired = True
             left_out = len(operations) > MOST_OPERATIONS or not seen.is_whole
             done = len(operations[:MOST_OPERATIONS]) - len(applied.refused)

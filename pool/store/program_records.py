@@ -38,7 +38,7 @@ class Arrival:
     None to go on counting; `retention_ms`: how long its place shall be kept afterwards, None to leave that to the
     statistics; `ends`: the Program is over when it has completed; `max_programs`: that the tenant may have, 0 for any;
     `prompt_bytes`: of the prompt's JSON, which its count of tokens is compared with; `waits_by_deadline`: the job's
-    queue timeout is its deadline.
+    queue timeout is its deadline; `outgrown`: what the Program had before counts no more, as no rank could hold it.
     """
 
     tenant: str
@@ -58,6 +58,7 @@ class Arrival:
     max_programs: int = 0
     prompt_bytes: int = 0
     waits_by_deadline: bool = False
+    outgrown: bool = False
 
     def first(self) -> list[Value]:
         """The fields of a record that does not change, as name, value ..."""
@@ -76,6 +77,8 @@ class Arrival:
             "bind": int(settings.binding_only),
             "step": -1 if self.step is None else self.step,
         }
+        if self.outgrown:
+            pairs["ctx"] = self.tokens
         return [item for pair in pairs.items() for item in pair]
 
     def job_fields(self) -> list[Value]:

@@ -30,7 +30,9 @@ class Snapshot:
     """A rank at `now_ms`, the state server's time. `version`: of its book; `incarnation`: its process, "" while it is
     away; `fronts`: token of the request that each waiting Program waits with; `rank_set`: version of the set of ranks;
     `moved_tokens`: what transitions ever added to ledger and leaving KV; `is_whole`: nothing was left out; `windows`:
-    what `rank.means` was made of; `told`: the source of capacity that logs last told, "" for none yet."""
+    what `rank.means` was made of; `told`: the source of capacity that logs last told, "" for none yet; `made`: private
+    tokens, active and reasoning Programs by their records, None where not all were read; `strays`: Programs in lists of
+    the rank of which nothing else says so."""
 
     rank: Rank
     now_ms: int
@@ -42,6 +44,8 @@ class Snapshot:
     is_whole: bool
     windows: Windows
     told: str = ""
+    made: tuple[int, int, int] | None = None
+    strays: tuple[str, ...] = ()
 
 
 def snapshot(client: Client, keys: ProgramKeys, rank: str, settings: ProgramSettings) -> Snapshot:
@@ -68,15 +72,13 @@ def snapshot(client: Client, keys: ProgramKeys, rank: str, settings: ProgramSett
     parents = _Parents(client, keys, waiters, records)
     waiting = [waiter_of(each, rank, packed, parents.above(each)) for each, packed in waiters.items()]
     windows = _windows(samples)
+    mine = [each for each in records.values() if each.text("state") == State.ACTIVE and each.text("rank") == rank]
+    listed = [*wanted, *(program.decode() for program in active)]
     return Snapshot(
         rank=replace(
             _rank_of(rank, book, settings),
             means=means_of(windows, settings.stats_window_size),
-            programs=tuple(
-                each.program(parents.above(each.id))
-                for each in records.values()
-                if each.text("state") == State.ACTIVE and each.text("rank") == rank
-            ),
+            programs=tuple(each.program(parents.above(each.id)) for each in mine),
             waiting=tuple(each.program for each in waiting),
         ),
         now_ms=now_ms,
@@ -88,7 +90,15 @@ def snapshot(client: Client, keys: ProgramKeys, rank: str, settings: ProgramSett
         is_whole=count <= MOST_IN_ORDER,
         windows=windows,
         told=book.get("told", ""),
+        made=_made(mine) if len(active) < MOST_ACTIVE else None,
+        strays=tuple(set(listed) - waiters.keys() - {each.id for each in mine}),
     )
+
+
+def _made(active: Sequence[Stored]) -> tuple[int, int, int]:
+    """What active Programs make of their rank's book: tokens, their number, and of those with a request in flight."""
+    reasoning = sum(each.number("inflight") > 0 for each in active)
+    return sum(each.number("private") for each in active), len(active), reasoning
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,6 +187,20 @@ def test_a_program_goes_on_where_it_was(app: ProgramApp, rank: ProgramDelivery) 
     assert app.node.programs().store(MODEL).coefficient("chat") == pytest.approx(learnt, rel=1e-6)
 
 
+def test_a_program_that_outgrew_its_rank_comes_back_smaller(app: ProgramApp, rank: ProgramDelivery) -> None:
+    """With a shorter prompt, as agents send when they have compacted their history; one that is too long is refused."""
+    app.post(**context("p"))
+    end(rank, taken(app, rank), context_tokens=20_000)
+    refused = error_of(app.post(**context("p", expected_output_length=10_000)))
+    assert refused["code"] == "program_capacity_exceeded"
+    assert app.post(**context("p")).status_code == 200
+    gone = Look(began_ms=0, rank_set=0, moved_tokens=0, tokens=0, gone=(program_id_of(NOBODY, "p"),))
+    app.node.programs().upkeep(MODEL).observe("a", "life-1", replace(gone, **observed(app)))
+    end(rank, taken(app, rank))
+    record = app.record("p")
+    assert record is not None and record.number("ctx") == 110
+
+
 def test_estimates_go_by_what_was_learnt(app: ProgramApp) -> None:
     """Before a worker has published the model nobody can count: then bytes of the prompt are, by door."""
     app.client.hset(KEYS.coefficients, "responses", 2.0)

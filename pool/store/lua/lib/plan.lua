@@ -16,6 +16,12 @@ end
 local function admit(at, p, token, why, forced, job, limits)
   if p.state ~= 'paused' or not p.standing then return 'not_waiting' end
   local ticket = redis.call('LINDEX', p[0].pool, 0)
+  if not ticket then
+    -- Its pool was deleted from outside: it waits for nothing, and what was in there ends by its time limits.
+    settle_paused(at, p)
+    save(p)
+    return 'not_waiting'
+  end
   if opened(ticket) ~= token then return 'other_front' end
   local count, used = taken(at, limits.fresh)
   if not forced and count + 1 > limits.most then return 'too_many' end
@@ -30,7 +36,8 @@ local function admit(at, p, token, why, forced, job, limits)
 end
 
 local function operate(at, p, kind, detail, job, limits)
-  if not p.state or p.rank ~= at.rank then return 'elsewhere' end
+  if not p.state then return 'gone' end
+  if p.rank ~= at.rank then return 'elsewhere' end
   if kind == 'admit' or kind == 'force' then
     local token, why = string.match(detail, '^(%x+) (.*)$')
     return admit(at, p, token, why, kind == 'force', job, limits)
