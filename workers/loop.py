@@ -231,6 +231,11 @@ class BatchingLoop:
         """Effective limit and choices in flight."""
         return RunnerCapacity(effective=self.effective_limit(), in_flight=self._in_flight)
 
+    def waiting(self) -> int:
+        """Choices that found no slot or no room in the last turn. Others in flight that have none yet came since, and
+        are about to be looked at."""
+        return self._scheduler.waiting
+
     def effective_limit(self) -> int:
         """The configured limit, clamped by the budgets and by what the engine can honestly do."""
         return max(1, min(self.limit, self._most))

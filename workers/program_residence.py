@@ -45,7 +45,8 @@ class ProgramResidence:
 
     def look(self, sent: int) -> Resident:
         """`sent`: jobs in the rank's stream a moment ago. What is not yet begun of them waits for the engine, unless
-        there is room: then it is about to begin."""
+        there is room: then it is about to begin. So is what the loop was given since its last turn. Who waits shuts the
+        rank for a whole interval, and may send Programs elsewhere."""
         self._stuck = self._take_results()
         tokens, offloaded = self._loop.holdings(), self._loop.offloaded()
         capacity = self._loop.capacity()
@@ -55,7 +56,7 @@ class ProgramResidence:
         return Resident(
             tokens=tokens,
             offloaded=offloaded,
-            waiting=int(figures["queue_depth"]) + (max(unread, 0) if full else 0),
+            waiting=self._loop.waiting() + (max(unread, 0) if full else 0),
             running=int(figures["active_sessions"]),
         )
 

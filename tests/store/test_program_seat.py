@@ -212,6 +212,19 @@ def test_what_has_not_begun_waits_where_there_is_no_room(desk: Desk) -> None:
     assert (desk.scene.book()["obs_waiting"], desk.scene.book()["obs_running"]) == ("2", str(SLOTS))
 
 
+def test_what_the_loop_was_given_just_now_does_not_wait(desk: Desk) -> None:
+    """It is about to begin, for all that is known; once the loop has found no slot for it, it waits."""
+    desk.run("lead")
+    prompt = np.arange(PROMPT_TOKENS, dtype=np.int32)
+    for number in range(SLOTS + 1):
+        desk.loop.submit(Generation(f"job-{number}", 1, prompt, Sampling(), 4, 0))
+    desk.turn()
+    assert desk.scene.book()["obs_waiting"] == "0"
+    desk.loop.tick()
+    desk.turn()
+    assert desk.scene.book()["obs_waiting"] == "1"
+
+
 def test_a_seat_that_others_took_for_lost_is_taken_again(desk: Desk) -> None:
     """By a process that is still registered; a Program that lost its place by that waits for another."""
     running = desk.begin("lead")
