@@ -144,7 +144,8 @@ def started_ms(record: JobRecord) -> int:
 def test_a_killed_worker_costs_a_program_nothing(system: System, agents: Agents) -> None:
     """Another rank resumes it in the middle of its request: the same text, and everything it has done."""
     rank, other = ranks(system, TINY)
-    options = {"model": TINY, "sampling": SEEDED, "max_tokens": 400}
+    # Long enough to be under way when the kill comes, on a fast machine too.
+    options = {"model": TINY, "sampling": SEEDED, "max_tokens": 1600}
     expected = system.ended(agents.plain(prompt(4), **options), timeout_s=60).outputs
     job = agents.ask("lead", prompt(4), rank=rank, **options)
     wait_until(lambda: system.record(job).logged_tokens > 50, description="a generation under way", timeout_s=30)
