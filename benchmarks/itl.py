@@ -39,35 +39,21 @@ from threadpoolctl import threadpool_limits
 
 from benchmarks import gap_plot, report
 from benchmarks.processes import wait_for
+from benchmarks.random_model import SIX_MILLION, kv_bytes
 from pool.rules.admission import Budgets
 from pool.settings import ModelSettings
 from tasks.payloads import Sampling
 from tasks.ports import Engine, Event, Failed, Finished, Generation, TokenIds, Tokens
 from workers.engines import load_engine
-from workers.engines.llama_weights import LlamaConfig
 from workers.engines.numpy_llama import NumpyLlama
-from workers.engines.paged_kv import position_bytes
-from workers.engines.tiny import VOCABULARY_SIZE, tiny_llama
+from workers.engines.tiny import tiny_llama
 from workers.loop import BatchingLoop
 from workers.weights import ensure_weights
 
 STREAMS = 8
 NEWCOMER = "newcomer"
-CONTEXT = 8192
+CONTEXT = SIX_MILLION.context_length
 LLAMA_SOURCE = "smollm2-135m-instruct:q4_0"
-#: 5.9 million weights in the layers, and 0.3 in embedding and head.
-RANDOM_LLAMA = LlamaConfig(
-    layers=8,
-    width=256,
-    heads=8,
-    kv_heads=4,
-    head_dim=32,
-    ffn_width=704,
-    vocabulary_size=VOCABULARY_SIZE,
-    context_length=CONTEXT,
-    rope_base=10000.0,
-    norm_epsilon=1e-5,
-)
 #: Of SmolLM2's KV: 30 layers, 3 KV heads of 64 dimensions, keys and values in float16.
 LLAMA_BYTES_PER_TOKEN = 30 * 3 * 64 * 2 * 2
 #: Tokens that each stream has before the prompt arrives, and makes after the newcomer's end.
@@ -235,9 +221,9 @@ def _median_run(runs: Sequence[Run]) -> Run:
 
 def load_random(prompt_tokens: int, threads: int) -> Engine:
     """The numpy engine, with room for all sessions."""
-    weights, vocabulary = tiny_llama(7, RANDOM_LLAMA)
+    weights, vocabulary = tiny_llama(7, SIX_MILLION)
     positions = STREAMS * (STREAM_PROMPT_TOKENS + STREAM_TOKENS + 64) + prompt_tokens + 2 * 64
-    return NumpyLlama(weights, vocabulary, threads=threads, kv_bytes=positions * position_bytes(RANDOM_LLAMA))
+    return NumpyLlama(weights, vocabulary, threads=threads, kv_bytes=kv_bytes(positions))
 
 
 def load_llama_cpp(prompt_tokens: int, threads: int) -> Engine:  # noqa: ARG001 - as the other's

@@ -140,13 +140,13 @@ class ProgramStore:
         or where its own rank is away; "" with no rank up; `is_up`: whether `home` is. What is given back says where the
         job went ("" for one that was there already), and the Program's generation."""
         program = program_id_of(arrival.tenant, arrival.name)
-        bound, _ = self.bound(program)
 
         def rebound(lost: str, rank: str) -> str:
             self.displace(lost, rank)
             return home if home == rank or self.rebind(lost, rank, home, "failover") is not None else rank
 
-        way = ProgramWay(self.keys, self.settings, arrival, program, home if bound is None else bound, rebound, is_up)
+        # One that is bound elsewhere says so itself.
+        way = ProgramWay(self.keys, self.settings, arrival, program, home, rebound, is_up)
         self.jobs.submit(job, key=key, way=way)
         return way
 

@@ -380,7 +380,7 @@ class Programs(RuleBasedStateMachine):
 
     def set_clock(self, data: st.DataObject) -> None:
         """The server's clock is set: as seen from it, all stored times of Programs have moved the other way. Set
-        forward, all timers are due; set back, none is."""
+        forward, timers are due, but for those that it was set back from before."""
         by_ms = data.draw(st.sampled_from((-LONG_MS, -5_000, 5_000, LONG_MS)), label="by_ms")
         timers = self.client.zrange(self.scene.keys.program_timers, 0, -1, withscores=True)
         if timers:
@@ -390,7 +390,9 @@ class Programs(RuleBasedStateMachine):
                 self.scene.shift(self.id_of(key), -by_ms, "force_ms")
                 self.client.zincrby(self.scene.keys.place(program.rank)["waiting"], -by_ms, self.id_of(key))
         if by_ms == LONG_MS:
-            due = [timer.decode().partition(":") for timer in self.client.zrange(self.scene.keys.program_timers, 0, -1)]
+            now_ms = self.client.time()[0] * 1000
+            found = self.client.zrangebyscore(self.scene.keys.program_timers, "-inf", now_ms)
+            due = [timer.decode().partition(":") for timer in found]
             swept_steadily(self.client)
             self.scene.upkeep.expire()
             keys = {self.id_of(key): key for key in self.world.programs}
