@@ -47,7 +47,8 @@ TURN_S = 0.2
 #: Silent waiters are looked for this often, and read so many at a time: what is hinted at meanwhile waits for it.
 LOOK_S = 0.1
 LOOKED_AT = 25
-BACKOFF_S = (0.05, 2.0)
+#: Well below the shortest lease: when the state server is back, readers have that long to say that they are there.
+BACKOFF_S = (0.05, 0.4)
 #: After a write that the state server did not take.
 MUTE_S = 0.3
 SETTLE_S = 0.05
