@@ -168,6 +168,7 @@ class Delivery:
             queue=self.keys.queue,
             leases=self.keys.leases,
             timers=self.keys.timers,
+            model=self.keys.model,
             token=entry.token,
             entry=entry.id,
             rank=self.rank,

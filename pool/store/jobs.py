@@ -25,7 +25,7 @@ from pool.store.keys import PROBE, idempotency_key, keys_of, node_channel
 from pool.store.log import LogEntry, unpack
 from pool.store.memory import MemoryGate
 from pool.store.records import RECORD_FIELDS, JobRecord, NewJob, record_of
-from pool.store.refusals import refusal
+from pool.store.refusals import closed, refusal
 from pool.store.scripts import Command, run_stream, script
 from pool.store.server_clock import ServerClock
 
@@ -66,7 +66,8 @@ class JobStore:
         `key`: the Idempotency-Key that was claimed for it; a refusal is then final for this id, and the key is free.
         `way`: how it comes in.
 
-        Raises QueueFull (nothing stored) and StateUnavailable (submitting the same NewJob again is safe).
+        Raises QueueFull and ModelClosed (nothing stored), and StateUnavailable: submitting the same NewJob again is
+        safe.
         """
         shortage = self._memory.refusal()
         cap = 0 if shortage else self._pending_per_model
@@ -93,9 +94,11 @@ class JobStore:
             code, *detail = offer(range(len(stored.blocks)))
         if code == b"expired":
             raise JobExpired("This generation has ended and is no longer stored.")
-        if code in (b"full", b"crowded", b"many", b"refused"):
+        if code in (b"full", b"crowded", b"many", b"refused", b"closed"):
             if key is not None:
                 self.release(job, key)
+            if code == b"closed":
+                raise closed(job, detail[1], again=bool(detail[2]))
             raise shortage or refusal(job, code, detail, self._pending_per_model)
 
     def _timely(self, build: Callable[[int], Command]) -> list[Any]:
