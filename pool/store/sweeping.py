@@ -15,7 +15,8 @@ from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
 from pool.store.program_endings import Terms, of_programs
 from pool.store.rebuilding import rebuild
-from pool.store.scripts import Command, run_many, script
+from pool.store.running import run_many
+from pool.store.scripts import Command, script
 from pool.store.totals import ADD_UP_FROM, add_up
 
 DEAD_LETTERS_KEPT = 10_000

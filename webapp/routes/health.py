@@ -33,7 +33,7 @@ def _missing(node: Node) -> list[str]:
     if node.stopping():
         return ["this process is shutting down"]
     try:
-        node.store.ping()
+        node.store.ping(list(node.services.submitter.models()))
         policy = node.store.memory_policy()
         live = {
             name: bool(RankRegistry(node.services.client, name).live()) for name in node.services.submitter.models()
