@@ -243,6 +243,14 @@ class ModelSettings(Section):
         "tokens come later. 0: always `max_prefill_tokens_per_tick`.",
     )
 
+    drain_timeout_seconds: float = Field(
+        default=120,
+        ge=0,
+        le=86_400,
+        description="When an admin unloads it, running generations may end for this long; the rest fails as "
+        "`model_unloading`.",
+    )
+
     @model_validator(mode="after")
     def _one_session_fits(self) -> ModelSettings:
         if self.scratch_budget_bytes < self.scratch_bytes_per_session:

@@ -39,8 +39,7 @@ BATCH = 100
 
 @dataclass
 class Delivery:
-    """The hand-outs of one model to one rank. `reader` must be a client of a single connection (to each node of a
-    cluster), for `unblock`."""
+    """The hand-outs of one model to one rank. `reader` must be a client of one connection (to a node), for `unblock`."""
 
     reader: Client
     writer: Client
@@ -180,6 +179,7 @@ class Delivery:
             queue=self.keys.queue,
             leases=self.keys.leases,
             timers=self.keys.timers,
+            model=self.keys.model,
             token=entry.token,
             entry=entry.id,
             rank=self.rank,

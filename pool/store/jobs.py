@@ -26,7 +26,7 @@ from pool.store.log import LogEntry, unpack
 from pool.store.memory import MemoryGate
 from pool.store.nodes import nodes
 from pool.store.records import RECORD_FIELDS, JobRecord, NewJob, record_of
-from pool.store.refusals import refusal
+from pool.store.refusals import closed, refusal
 from pool.store.running import run_stream
 from pool.store.scripts import Command, script
 from pool.store.server_clock import ServerClock
@@ -72,7 +72,8 @@ class JobStore:
         `key`: the Idempotency-Key that was claimed for it; a refusal is then final for this id, and the key is free.
         `way`: how it comes in.
 
-        Raises QueueFull (nothing stored) and StateUnavailable (submitting the same NewJob again is safe).
+        Raises QueueFull and ModelClosed (nothing stored), and StateUnavailable: submitting the same NewJob again is
+        safe.
         """
         keys = keys_of(job.ref)
         shortage = self._memory.refusal(keys.queue)
@@ -100,9 +101,11 @@ class JobStore:
             code, *detail = offer(range(len(stored.blocks)))
         if code == b"expired":
             raise JobExpired("This generation has ended and is no longer stored.")
-        if code in (b"full", b"crowded", b"many", b"refused"):
+        if code in (b"full", b"crowded", b"many", b"refused", b"closed"):
             if key is not None:
                 self.release(job, key)
+            if code == b"closed":
+                raise closed(job, detail[1], again=bool(detail[2]))
             raise shortage or refusal(job, code, detail, self._pending_per_model)
 
     def _timely(self, keys: ModelKeys, build: Callable[[int], Command]) -> list[Any]:

@@ -69,6 +69,7 @@ class ProgramDelivery(Delivery):
             queue=self.keys.queue,
             leases=self.keys.leases,
             timers=self.keys.timers,
+            model=self.keys.model,
             program=self.keys.record(entry.program),
             book=self.keys.place(self.rank)["book"],
             token=entry.token,

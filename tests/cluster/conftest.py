@@ -1,4 +1,4 @@
-"""Fixtures for tests of what is special in a Redis Cluster. The store's own tests run on one too (make test-cluster)."""
+"""Fixtures for what is special in a Redis Cluster. The store's own tests run on one too: `make test-cluster`."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_only_the_owner_of_the_entry_begins(store: JobStore, rank_a: Delivery, c
 
     def begin(rank: str, nonce: str = "n1") -> bytes:
         command = script("begin")(job=keys.job(job.ref.token), queue=keys.queue, leases=keys.leases,
-        timers=keys.timers,
+        timers=keys.timers, model=keys.model,
         token=job.ref.token,
                                   entry=entry_id, rank=rank, nonce=nonce, lease=3000, alone=0)  # fmt: skip
         return bytes(run(client, command)[0])
