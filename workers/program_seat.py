@@ -95,7 +95,7 @@ class ProgramSeat:
         placement = handout.lease.placement
         if placement is None:
             return None
-        request = Completed.of(handout, placement, finished, self._clock.now_ms())
+        request = Completed.of(handout, placement, finished, self._clock.now_ms(self._store.keys))
         outcome = outcome_of(request, self._settings, self._background)
         tell_end(request, outcome)
         return outcome
@@ -214,6 +214,6 @@ class ProgramSeat:
     def _see(self) -> Snapshot:
         """Read the rank; what its windows say is good until the next time."""
         seen = self._store.snapshot(self._rank)
-        self._clock.told(seen.now_ms)
+        self._clock.told(self._store.keys, seen.now_ms)
         self._background = Background(seen.rank.means, seen.rank.reasoning)
         return seen

@@ -111,6 +111,11 @@ class ModelKeys:
         """HASH: what a worker published about the model (context length, vocabulary, ...)."""
         return self._key("card")
 
+    @cached_property
+    def probe(self) -> str:
+        """Never exists, as PROBE, but is where the model is."""
+        return self._key("probe")
+
     def rank(self, rank: str) -> str:
         """HASH with TTL: one rank's incarnation, host, pid and facts."""
         return self._key(f"rank:{rank}")

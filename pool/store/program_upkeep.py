@@ -18,10 +18,12 @@ from pool.store.connection import state_errors
 from pool.store.entries import token_of
 from pool.store.ids import JobRef
 from pool.store.keys import GROUP
+from pool.store.nodes import server_ms
 from pool.store.program_endings import Declared, Terms, run_declared
 from pool.store.program_keys import program_id_of
 from pool.store.programs import ProgramStore
-from pool.store.scripts import Command, run, run_many, script
+from pool.store.running import run, run_many
+from pool.store.scripts import Command, script
 
 FAILOVER = PauseReason.HEALTH_FAILOVER.value
 #: Items looked at in one call.
@@ -236,10 +238,8 @@ class ProgramUpkeep:
     def expire(self) -> list[Expired]:
         """Carry out timers that are due, at most BATCH; those that did something."""
         with state_errors():
-            clock = self._client.time()
-            due = self._client.zrangebyscore(
-                self._keys.program_timers, "-inf", clock[0] * 1000 + clock[1] // 1000, start=0, num=BATCH
-            )
+            now_ms = server_ms(self._client, self._keys.program_timers)
+            due = self._client.zrangebyscore(self._keys.program_timers, "-inf", now_ms, start=0, num=BATCH)
             done = [self._carry_out(timer.decode()) for timer in due]
         return [expired for expired in done if expired.code in ("paused", "released")]
 

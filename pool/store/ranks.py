@@ -16,7 +16,8 @@ from typing import Any
 from pool.rules.model_states import LOADED, NOT_SERVING
 from pool.store.connection import Client, state_errors
 from pool.store.keys import ModelKeys
-from pool.store.scripts import Value, run, script
+from pool.store.running import run
+from pool.store.scripts import Value, script
 
 
 @dataclass(frozen=True, slots=True)

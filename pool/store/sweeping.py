@@ -16,7 +16,8 @@ from pool.store.keys import GROUP, ModelKeys
 from pool.store.lifecycle import Lifecycle
 from pool.store.program_endings import Terms, of_programs
 from pool.store.rebuilding import rebuild
-from pool.store.scripts import Command, run_many, script
+from pool.store.running import run_many
+from pool.store.scripts import Command, script
 from pool.store.totals import ADD_UP_FROM, add_up
 from pool.store.unloading import Unloading
 

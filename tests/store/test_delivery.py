@@ -13,7 +13,8 @@ from pool.store.handouts import Handout, Lease, Write, failed
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
 from pool.store.log import LogEntry, pack, replay_of, unpack
-from pool.store.scripts import run, script
+from pool.store.running import run
+from pool.store.scripts import script
 from tests.builders import completed, delivery, entry, new_job
 
 

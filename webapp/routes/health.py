@@ -37,7 +37,7 @@ def _missing(node: Node, models: dict[str, str]) -> list[str]:
     if node.stopping():
         return ["this process is shutting down"]
     try:
-        node.store.ping()
+        node.store.ping(list(node.services.submitter.models()))
         policy = node.store.memory_policy()
         looks = {name: Lifecycle(node.services.client, name).look() for name in node.services.submitter.models()}
     except StateUnavailable as error:
