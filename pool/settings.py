@@ -76,6 +76,10 @@ class StateSettings(Section):
         default="",
         description="Redis or Valkey (>= 7.0) holding all state. Empty: the embedded server of this machine.",
     )
+    password_file: str = Field(
+        default="",
+        description="File whose first line is the password of `url`, for a URL without one. Read at start.",
+    )
     broker_url: str = Field(default="", description="Celery's broker. Empty: the same server as `url`.")
     result_backend: str = Field(default="", description="Celery's result backend. Empty: the same server as `url`.")
     folder: str = Field(
