@@ -33,6 +33,7 @@ from pool.settings import (
 from pool.state_settings import StateSettings, names_cluster
 from pool.store.server import socket_url
 from pool.store.server_binary import BINARY_VARIABLE
+from tasks.passwords import with_password
 from tasks.urls import celery_form, masked, redis_form
 
 PREFIX = "GENPOOL_"
@@ -205,8 +206,12 @@ def model_cache() -> Path:
 
 
 def state_url(settings: Settings) -> str:
-    """The state server's URL in redis-py's form: `state.url`, or the embedded server's socket."""
-    return redis_form(settings.state.url) if settings.state.url else socket_url(state_folder(settings))
+    """The state server's URL in redis-py's form: `state.url`, or the embedded server's socket.
+
+    Raises ConfigurationError when `state.password_file` cannot be read, or has nowhere to go.
+    """
+    url = redis_form(settings.state.url) if settings.state.url else socket_url(state_folder(settings))
+    return with_password(url, settings.state.password_file) if settings.state.password_file else url
 
 
 def broker_url(settings: Settings) -> str:
