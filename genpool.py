@@ -121,15 +121,19 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
     help="Generations in flight at most. Default: the model's target_inflight.",
 )
 @click.option("-n", "--name", help="Celery node name, to choose one. Default: MODEL@HOST.")
-def worker(model: str, concurrency: int | None, name: str | None) -> None:
+@click.option(
+    "--device", metavar="DEVICES", help="What it sees as CUDA_VISIBLE_DEVICES, e.g. 0 or 0,1. Default: the model's."
+)
+def worker(model: str, concurrency: int | None, name: str | None, device: str | None) -> None:
     """Run a Celery worker that serves MODEL. A second one of the same host registers as MODEL@HOST-2 by itself."""
     settings = load_settings()
     launch.require_model(settings, model)
+    device = launch.checked_device(settings.models[model].device_of(0) if device is None else device)
     ensure_models(settings, [model])
     hint = state_server_hint(settings)
     if hint:
         click.echo(f"genpool: {hint}", err=True)  # Celery keeps trying: the server may be on its way
-    launch.exec_worker(model, concurrency=concurrency, name=name)
+    launch.exec_worker(model, concurrency=concurrency, name=name, device=device)
 
 
 @cli.command()
