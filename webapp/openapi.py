@@ -19,7 +19,7 @@ from pydantic.json_schema import models_json_schema
 
 from webapp.auth import OPEN
 from webapp.node import EXTENSION
-from webapp.schemas import answers, chat, completions, programs, responses
+from webapp.schemas import admin, answers, chat, completions, programs, responses
 from webapp.schemas.dialect import Neutral
 
 VERSION = "3.1.0"
@@ -87,6 +87,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "programs.one": Operation(answers.Program),
     "programs.finish": Operation(answers.FinishedProgram, programs.FinishRequest),
     "programs.diagnostics": Operation(answers.Diagnostics, query=programs.DiagnosticsQuery),
+    "admin_model_rows.rows": Operation(answers.ModelRows, query=admin.ModelRowsQuery),
     "health.healthz": Operation(answers.Health),
     "health.readyz": Operation(answers.Health),
     "docs.page": Operation("text/html"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import secrets
 import sys
 import threading
@@ -29,6 +30,7 @@ from pool.store.placements import Outcome
 from pool.store.rank_delivery import RankDelivery
 from pool.store.ranks import Card, RankRegistry
 from tasks.config import Settings, offload_folder, state_url
+from tasks.launch import DEVICES_VARIABLE
 from tasks.ports import Engine, Finished
 from tasks.programs import Programs
 from workers.engines import load_engine
@@ -248,6 +250,7 @@ class Rank:
             "state": self.state,
             "last_error": self.error,
             "configured_target_inflight": self._model_settings.target_inflight,
+            "device": os.environ.get(DEVICES_VARIABLE, ""),
         }
         if hasattr(self, "_loop"):
             facts |= self._loop.telemetry()

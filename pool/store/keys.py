@@ -45,6 +45,11 @@ class ModelKeys:
         return self._key("queue")
 
     @cached_property
+    def model(self) -> str:
+        """HASH: whether the model is wanted, and how that goes (pool/store/lifecycle.py). None: it is wanted."""
+        return self._key("model")
+
+    @cached_property
     def index(self) -> str:
         """ZSET token -> submit time (ms): every job that has not ended; `token#K` for its further choices."""
         return self._key("index")
@@ -97,12 +102,17 @@ class ModelKeys:
         return self._key("ranks")
 
     @cached_property
+    def told(self) -> str:
+        """HASH rank id -> JSON: who each of them is, and what it told of itself last."""
+        return self._key("told")
+
+    @cached_property
     def card(self) -> str:
         """HASH: what a worker published about the model (context length, vocabulary, ...)."""
         return self._key("card")
 
     def rank(self, rank: str) -> str:
-        """HASH with TTL: one rank's incarnation, host, pid and facts."""
+        """HASH with TTL: one rank's incarnation, host and pid."""
         return self._key(f"rank:{rank}")
 
     def job(self, token: str) -> str:

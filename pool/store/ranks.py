@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pool.rules.model_states import LOADED, NOT_SERVING
 from pool.store.connection import Client, state_errors
 from pool.store.keys import ModelKeys
-from pool.store.scripts import Value, run, script
+from pool.store.scripts import Command, Value, run, script
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,18 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A live rank as listed; `facts` are what it last reported (JSON)."""
+    """A live rank as listed; `facts` are what it last reported (JSON), in its present state."""
 
     id: str
     incarnation: str
     host: str
     pid: int
     facts: dict[str, Any]
+
+    @property
+    def state(self) -> str:
+        """What it does with its model: loading, loaded, draining, unloaded or failed."""
+        return str(self.facts.get("state", LOADED))
 
     @property
     def slots(self) -> int:
@@ -74,14 +80,17 @@ class RankRegistry:
     def _beat(
         self, rank: str, incarnation: str, lease_ms: int, facts: Mapping[str, Any], *, replace: bool
     ) -> list[Any]:
-        fields: list[Value] = ["host", socket.gethostname(), "pid", os.getpid(), "facts", json.dumps(facts)]
+        fields: list[Value] = ["host", socket.gethostname(), "pid", os.getpid()]
+        who = {"incarnation": incarnation, "host": fields[1], "pid": fields[3], "facts": dict(facts)}
         command = script("heartbeat")(
             record=self._keys.rank(rank),
             ranks=self._keys.ranks,
+            told=self._keys.told,
             rank=rank,
             incarnation=incarnation,
             replace=int(replace),
             lease=lease_ms,
+            facts=json.dumps(who),
             fields=fields,
         )
         reply: list[Any] = run(self._client, command)
@@ -92,6 +101,7 @@ class RankRegistry:
         command = script("retire")(
             record=self._keys.rank(rank),
             ranks=self._keys.ranks,
+            told=self._keys.told,
             queue=self._keys.queue,
             rank=rank,
             incarnation=incarnation,
@@ -99,24 +109,13 @@ class RankRegistry:
         run(self._client, command)
 
     def live(self) -> list[Rank]:
-        """Ranks whose lease holds (their records expire with it)."""
+        """Ranks that serve, or finish what they have begun: not those that have no model loaded."""
+        return serving(self.present())
+
+    def present(self) -> list[Rank]:
+        """Ranks whose lease holds, in whichever state. One round trip."""
         with state_errors():
-            ids = [rank.decode() for rank in self._client.zrange(self._keys.ranks, 0, -1)]
-            pipe = self._client.pipeline(transaction=False)
-            for rank in ids:
-                pipe.hgetall(self._keys.rank(rank))
-            records = pipe.execute()
-        return [
-            Rank(
-                rank,
-                record[b"incarnation"].decode(),
-                record[b"host"].decode(),
-                int(record[b"pid"]),
-                json.loads(record[b"facts"]),
-            )
-            for rank, record in zip(ids, records, strict=True)
-            if record
-        ]
+            return present_of(run(self._client, present_command(self._keys)))
 
     def publish(self, card: Card) -> None:
         """Store the model's card; the last worker to load it wins."""
@@ -153,6 +152,27 @@ class RankRegistry:
             logprobs=stored.get(b"logprobs") == b"1",
             seed=stored.get(b"seed", b"1") == b"1",
         )
+
+
+def serving(ranks: Iterable[Rank]) -> list[Rank]:
+    """Those of them that have the model loaded."""
+    return [rank for rank in ranks if rank.state not in NOT_SERVING]
+
+
+def present_command(keys: ModelKeys) -> Command:
+    """What `present_of` reads the reply of."""
+    return script("executors")(ranks=keys.ranks, told=keys.told, model=keys.model)
+
+
+def present_of(reply: Sequence[Any]) -> list[Rank]:
+    """The ranks of a reply, by id."""
+    told = reply[1]
+    return sorted((_rank(*told[at : at + 3]) for at in range(0, len(told), 3)), key=lambda rank: rank.id)
+
+
+def _rank(rank: bytes, _lease_end: bytes, told: bytes) -> Rank:
+    who = json.loads(told)
+    return Rank(rank.decode(), who["incarnation"], who["host"], who["pid"], who["facts"])
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,6 +1,7 @@
 -- retire: a rank leaves. Its consumer goes too, unless entries are still pending there: deleting it would lose them.
 -- KEY record hash
 -- KEY ranks zset
+-- KEY told hash
 -- KEY queue stream
 -- ARG rank str
 -- ARG incarnation str
@@ -9,6 +10,7 @@
 if redis.call('HGET', record, 'incarnation') ~= incarnation then return {'taken'} end
 redis.call('DEL', record)
 redis.call('ZREM', ranks, rank)
+redis.call('HDEL', told, rank)
 local pending = redis.pcall('XPENDING', queue, 'workers', '-', '+', 1, rank)
 if not pending.err and #pending == 0 then redis.call('XGROUP', 'DELCONSUMER', queue, 'workers', rank) end
 return {'ok'}
