@@ -29,6 +29,7 @@ from pool.store.keys import node_channel
 from pool.store.placements import Outcome
 from pool.store.rank_delivery import RankDelivery
 from pool.store.ranks import Card, RankRegistry
+from pool.store.sharing import Sharing
 from tasks.config import Settings, offload_folder, state_url
 from tasks.launch import DEVICES_VARIABLE
 from tasks.ports import Engine, Finished
@@ -155,6 +156,7 @@ class Rank:
             prefill_seconds=partial(prefill_seconds, self._settings.programs.of_model(self.model).prefill_cost_model),
         )
         self._claim_id()
+        self._sharing = Sharing(self.model, self._id)
         delivery = self._delivery = self._deliver()
         delivery.heal()
         self._outlet = Outlet(
@@ -166,6 +168,7 @@ class Rank:
             on_left=self._left,
             engine=self._card.fingerprint if able.batch_invariant else "",
             outcome_of=self._outcome,
+            sharing=self._sharing,
         )
         self._sit(delivery)
         self._intake = Intake(
@@ -176,6 +179,7 @@ class Rank:
             vocabulary=engine.vocabulary,
             gate=self._gate,
             on_begun=self._begun,
+            sharing=self._sharing,
         )
         self._registry.publish(self._card)
         self._loop.start(self._outlet)
@@ -348,6 +352,7 @@ class Rank:
         while not self._stopping.is_set():
             if time.monotonic() >= next_beat:
                 self._beat()
+                self._sharing.has_others = self._registry.count() > 1
                 self._silent = False
                 if self._registry.card_fingerprint() != self._card.fingerprint:
                     # A state server that came back empty has lost it.

@@ -107,6 +107,11 @@ class ModelKeys:
         return self._key("told")
 
     @cached_property
+    def load(self) -> str:
+        """HASH rank id -> `IN_FLIGHT SLOTS`: how full each of several replicas is (pool/store/sharing.py)."""
+        return self._key("load")
+
+    @cached_property
     def card(self) -> str:
         """HASH: what a worker published about the model (context length, vocabulary, ...)."""
         return self._key("card")

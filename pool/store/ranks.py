@@ -117,6 +117,10 @@ class RankRegistry:
         with state_errors():
             return present_of(run(self._client, present_command(self._keys)))
 
+    def count(self) -> int:
+        """How many there are, perhaps with some that have died since the last heartbeat of any."""
+        return int(self._client.zcard(self._keys.ranks))
+
     def publish(self, card: Card) -> None:
         """Store the model's card; the last worker to load it wins."""
         self._client.hset(
