@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pool.rules.model_states import FAILED, LOADED, LOADING, state_of
+from pool.rules.model_states import LOADED, LOADING
 from pool.settings import ModelSettings
 from pool.store.connection import Client, connect
 from pool.store.executors import Executor, executors
@@ -42,7 +42,7 @@ class RankRow:
     configured_target_inflight: int
     effective_target_inflight: int
     device: str
-    last_error: str
+    last_error: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class ModelRow:
     replicas: int
     replica_max: int
     device: str
-    last_error: str
+    last_error: str | None
     ranks: Sequence[RankRow] = field(default_factory=tuple)
 
     def data(self, *, ranks: bool) -> dict[str, Any]:
@@ -112,21 +112,14 @@ def model_row(model: str, settings: ModelSettings, executor: Executor) -> ModelR
     """The row of one model."""
     ranks = [_rank_row(rank) for rank in executor.ranks]
     loaded = [rank for rank in ranks if rank.state == LOADED]
-    stored = executor.stored
-    unloads, has_failed = stored.get(b"wanted") == b"unloaded", b"failed" in stored
-    state = state_of(
-        unloads=unloads,
-        is_unloaded=stored.get(b"phase") == b"unloaded",
-        has_failed=has_failed,
-        ranks=[rank.state for rank in ranks],
-    )
+    wanted = executor.wanted
     return ModelRow(
         id=model,
         object="model",
         backend=settings.backend,
         enabled=settings.enabled,
-        state=state,
-        accepting_new_requests=settings.enabled and not (unloads or has_failed),
+        state=wanted.state(executor.ranks),
+        accepting_new_requests=settings.enabled and wanted.takes_jobs,
         queue_depth=executor.survey.queued,
         oldest_queued_seconds=executor.survey.oldest_ms / 1000,
         runtime_inflight=executor.survey.running,
@@ -138,13 +131,9 @@ def model_row(model: str, settings: ModelSettings, executor: Executor) -> ModelR
         replicas=settings.replicas,
         replica_max=settings.replica_max,
         device=settings.device,
-        last_error=_last_error(stored.get(b"last_error", b"").decode("utf-8", "replace"), ranks),
+        last_error=wanted.last_error or next((rank.last_error for rank in ranks if rank.last_error), None),
         ranks=ranks,
     )
-
-
-def _last_error(stored: str, ranks: Iterable[RankRow]) -> str:
-    return stored or next((rank.last_error for rank in ranks if rank.state == FAILED), "")
 
 
 def _rank_row(rank: Rank) -> RankRow:
@@ -163,7 +152,7 @@ def _rank_row(rank: Rank) -> RankRow:
         configured_target_inflight=count("configured_target_inflight"),
         effective_target_inflight=count("effective_target_inflight"),
         device=str(facts.get("device", "")),
-        last_error=str(facts.get("last_error", "")),
+        last_error=str(facts.get("last_error", "")) or None,
     )
 
 
@@ -172,6 +161,6 @@ def as_json(rows: Iterable[ModelRow], *, ranks: bool) -> str:
     return json.dumps([row.data(ranks=ranks) for row in rows])
 
 
-def _short(error: str) -> str:
-    line = " ".join(error.split())
+def _short(error: str | None) -> str:
+    line = " ".join((error or "").split())
     return (line if len(line) <= ERROR_CHARS else f"{line[: ERROR_CHARS - 3]}...") or "-"

@@ -25,6 +25,11 @@ def node_channel(node: str) -> str:
     return f"{PREFIX}node:{node.removesuffix(END_ONLY)}"
 
 
+def model_channel(model: str) -> str:
+    """Pub/sub channel of those who follow a model's lifecycle: a message says that it was changed."""
+    return f"{PREFIX}model:{model}"
+
+
 def wants_tokens(node: str) -> bool:
     """Whether a name in a job's `watch` field stands for a process that wants each token as it comes."""
     return not node.endswith(END_ONLY)
@@ -107,6 +112,12 @@ class ModelKeys:
         return self._key("told")
 
     @cached_property
+    def places(self) -> str:
+        """ZSET rank id -> lease end (ms): replicas that hold a copy, load it or free it: those that `replica_max`
+        bounds."""
+        return self._key("places")
+
+    @cached_property
     def load(self) -> str:
         """HASH rank id -> `IN_FLIGHT SLOTS`: how full each of several replicas is (pool/store/sharing.py)."""
         return self._key("load")
@@ -115,6 +126,11 @@ class ModelKeys:
     def card(self) -> str:
         """HASH: what a worker published about the model (context length, vocabulary, ...)."""
         return self._key("card")
+
+    @cached_property
+    def probe(self) -> str:
+        """Never exists, as PROBE, but is where the model is."""
+        return self._key("probe")
 
     def rank(self, rank: str) -> str:
         """HASH with TTL: one rank's incarnation, host and pid."""

@@ -16,7 +16,8 @@ from typing import Any
 from pool.rules.model_states import LOADED, NOT_SERVING
 from pool.store.connection import Client, state_errors
 from pool.store.keys import ModelKeys
-from pool.store.scripts import Command, Value, run, script
+from pool.store.running import run
+from pool.store.scripts import Command, Value, script
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,20 @@ class Card:
     vocabulary: bytes
     logprobs: bool = True
     seed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a rank is told with each heartbeat. `loaded`: its model is wanted; `change`: the number of that wish;
+    `is_asked`: an admin has asked to load it, and no rank has done so yet; `drain_ms`: how long what runs may take,
+    where it is to be unloaded. `ranks`: how many there are; `has_place`: it may load, there are not too many."""
+
+    loaded: bool = True
+    change: int = 0
+    is_asked: bool = False
+    drain_ms: int = 0
+    ranks: int = 1
+    has_place: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +81,24 @@ class RankRegistry:
         self._client = client
         self._keys = ModelKeys(f"{model}:{shard}")
 
-    def beat(self, rank: str, incarnation: str, *, lease_ms: int, facts: Mapping[str, Any]) -> bool:
-        """Register or renew. False: another process lives under this rank id; choose another."""
-        code, *holder = self._beat(rank, incarnation, lease_ms, facts, replace=False)
-        if code == b"ok":
-            return True
-        host, pid = holder[0].decode(), int(holder[1])
-        if host == socket.gethostname() and not _is_alive(pid):
+    def beat(self, rank: str, incarnation: str, *, lease_ms: int, facts: Mapping[str, Any]) -> Wish | None:
+        """Register or renew; what is wanted of it. None: another process lives under this rank id; choose another."""
+        code, *detail = self._beat(rank, incarnation, lease_ms, facts, replace=False)
+        if code != b"ok":
+            host, pid = detail[0].decode(), int(detail[1])
+            if host != socket.gethostname() or _is_alive(pid):
+                return None
             # A crashed predecessor on this machine: its place need not wait for its lease.
-            return bool(self._beat(rank, incarnation, lease_ms, facts, replace=True)[0] == b"ok")
-        return False
+            _, *detail = self._beat(rank, incarnation, lease_ms, facts, replace=True)
+        wanted, change, done, drain_ms, ranks, has_place = detail
+        return Wish(
+            wanted != b"unloaded",
+            change,
+            is_asked=wanted == b"loaded" and change != done,
+            drain_ms=drain_ms,
+            ranks=ranks,
+            has_place=bool(has_place),
+        )
 
     def _beat(
         self, rank: str, incarnation: str, lease_ms: int, facts: Mapping[str, Any], *, replace: bool
@@ -89,6 +112,10 @@ class RankRegistry:
             rank=rank,
             incarnation=incarnation,
             replace=int(replace),
+            model=self._keys.model,
+            places=self._keys.places,
+            state=str(facts.get("state", LOADED)),
+            most=int(facts.get("replica_max", 0)),
             lease=lease_ms,
             facts=json.dumps(who),
             fields=fields,
@@ -102,6 +129,7 @@ class RankRegistry:
             record=self._keys.rank(rank),
             ranks=self._keys.ranks,
             told=self._keys.told,
+            places=self._keys.places,
             queue=self._keys.queue,
             rank=rank,
             incarnation=incarnation,
@@ -116,10 +144,6 @@ class RankRegistry:
         """Ranks whose lease holds, in whichever state. One round trip."""
         with state_errors():
             return present_of(run(self._client, present_command(self._keys)))
-
-    def count(self) -> int:
-        """How many there are, perhaps with some that have died since the last heartbeat of any."""
-        return int(self._client.zcard(self._keys.ranks))
 
     def publish(self, card: Card) -> None:
         """Store the model's card; the last worker to load it wins."""

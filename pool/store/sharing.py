@@ -11,13 +11,14 @@ hops and pauses: then whoever has it begins it. A replica with free slots never 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pool.store.connection import Client
 from pool.store.handouts import Entry
 from pool.store.keys import ModelKeys
-from pool.store.scripts import Command, run, run_many, script
+from pool.store.running import run, run_many
+from pool.store.scripts import Command, script
 
 #: How often a job may go back to the stream before somebody begins it.
 MOST_HOPS = 3
@@ -29,11 +30,12 @@ TOLD_MS = 3_600_000
 
 @dataclass
 class Sharing:
-    """One replica's. `has_others`: other replicas serve the model; while there are none, nothing is told or asked."""
+    """One replica's. `has_others`: whether other replicas serve the model; while there are none, nothing is told or
+    asked."""
 
     model: str
     rank: str
-    has_others: bool = False
+    has_others: Callable[[], bool] = lambda: False
     keys: ModelKeys = field(init=False)
     _told: str = field(init=False, default="")
     _has_left: bool = field(init=False, default=False)
@@ -45,7 +47,7 @@ class Sharing:
         """Let others know how full this replica is, if it has changed. For several threads: the last one to tell may
         be wrong by a moment, until the next."""
         now = f"{in_flight} {slots}"
-        if not self.has_others or self._has_left or now == self._told:
+        if not self.has_others() or self._has_left or now == self._told:
             return
         commands: list[Command] = [["HSET", self.keys.load, self.rank, now], ["PEXPIRE", self.keys.load, TOLD_MS]]
         run_many(client, commands)
@@ -59,7 +61,7 @@ class Sharing:
     def kept(self, client: Client, entries: Sequence[Entry], in_flight: int, slots: int) -> list[Entry]:
         """Of what was read just now by a replica with so much in flight, what it begins; the rest went back."""
         plain = [entry for entry in entries if not entry.program]
-        if not self.has_others or not plain or (in_flight == 0 and len(entries) == 1):
+        if not self.has_others() or not plain or (in_flight == 0 and len(entries) == 1):
             return list(entries)
         command = script("share")(
             queue=self.keys.queue,

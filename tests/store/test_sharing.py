@@ -26,7 +26,7 @@ class Replica:
         self.delivery: Delivery = delivery(url, rank)
         self.slots = slots
         self.held: list[Handout] = []
-        self.sharing = Sharing("tiny", rank, has_others=True)
+        self.sharing = Sharing("tiny", rank, has_others=lambda: True)
         self._client = client
         self.registry = RankRegistry(client, "tiny")
         assert self.registry.beat(rank, "life", lease_ms=60_000, facts={})
@@ -148,7 +148,7 @@ def test_alone_nothing_is_told_or_asked(store: JobStore, client: Client, trio: l
     """One replica pays nothing for the sake of others."""
     only = trio[0]
     client.delete(KEYS.load)
-    only.sharing.has_others = False
+    only.sharing.has_others = lambda: False
     assert fill(store, [only], 3) == [3]
     assert not client.exists(KEYS.load)
 

@@ -143,6 +143,21 @@ class Response(Answer):
     queue_position: int = Field(default=0, ge=0)
 
 
+class ModelStanding(Answer):
+    """A model's state; with status 202 it is not yet what is wanted. `changed`: whether this request changed what is
+    wanted; `change` rises with each such."""
+
+    id: str
+    object: Literal["model"]
+    state: Literal["loading", "loaded", "unloading", "unloaded", "failed"]
+    wanted: Literal["loaded", "unloaded"]
+    change: int
+    changed: bool
+    accepting_new_requests: bool
+    loaded_replicas: int
+    last_error: str | None
+
+
 class Deleted(Answer):
     """The response is gone."""
 
@@ -340,13 +355,13 @@ class RankRow(Answer):
     rank: str
     host: str
     pid: int
-    state: Literal["loading", "loaded", "draining", "unloaded", "failed", "stopped"]
+    state: Literal["loading", "loaded", "draining", "waiting", "unloaded", "failed", "stopped"]
     queue_depth: int
     runtime_inflight: int
     configured_target_inflight: int
     effective_target_inflight: int
     device: str
-    last_error: str
+    last_error: str | None
 
 
 class ModelRow(Answer):
@@ -369,7 +384,7 @@ class ModelRow(Answer):
     replicas: int
     replica_max: int
     device: str
-    last_error: str
+    last_error: str | None
     ranks: list[RankRow] | None = None
 
 
@@ -381,6 +396,7 @@ class ModelRows(Answer):
 
 
 class Health(Answer):
-    """Alive, or ready."""
+    """Alive, or ready; then with each model's state."""
 
     status: Literal["ok", "ready"]
+    models: dict[str, str] | None = None

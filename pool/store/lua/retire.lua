@@ -2,6 +2,7 @@
 -- KEY record hash
 -- KEY ranks zset
 -- KEY told hash
+-- KEY places zset
 -- KEY queue stream
 -- ARG rank str
 -- ARG incarnation str
@@ -11,6 +12,7 @@ if redis.call('HGET', record, 'incarnation') ~= incarnation then return {'taken'
 redis.call('DEL', record)
 redis.call('ZREM', ranks, rank)
 redis.call('HDEL', told, rank)
+redis.call('ZREM', places, rank)
 local pending = redis.pcall('XPENDING', queue, 'workers', '-', '+', 1, rank)
 if not pending.err and #pending == 0 then redis.call('XGROUP', 'DELCONSUMER', queue, 'workers', rank) end
 return {'ok'}
