@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from pool.settings import Section
+from pool.sections import Section
 
 #: A single server.
 STATE_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix", "redis+socket")

@@ -22,11 +22,11 @@ from pydantic_core import ErrorDetails
 
 from pool.errors import ConfigurationError
 from pool.program_settings import OLDER_NAMES, ProgramSettings
+from pool.sections import Section
 from pool.settings import (
     LimitSettings,
     ModelName,
     ModelSettings,
-    Section,
     ServerSettings,
     WorkerSettings,
 )

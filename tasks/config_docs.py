@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pool.program_settings import ProgramModelSettings, ProgramSettings
-from pool.settings import ModelSettings, Section
+from pool.sections import Section
+from pool.settings import ModelSettings
 from tasks.config import OTHER_VARIABLES, SECTIONS, SHIPPED_MODELS, FieldPath, dotted, inner_sections, variable_name
 
 _INTRODUCTION = """\

@@ -30,6 +30,7 @@ from pool.store.handouts import Ending, Handout
 from pool.store.placements import Outcome
 from pool.store.rank_delivery import RankDelivery
 from pool.store.ranks import Card
+from pool.store.sharing import Sharing
 from tasks.config import Settings, offload_folder, state_url
 from tasks.ports import Engine, Finished
 from tasks.programs import Programs
@@ -171,6 +172,7 @@ class Rank:
             offload=offload,
             prefill_seconds=partial(prefill_seconds, self._settings.programs.of_model(self.model).prefill_cost_model),
         )
+        self._sharing = Sharing(self.model, self._id, lambda: self._registrar.wish.ranks > 1)
         delivery = self._delivery = self._deliver()
         delivery.heal()
         self._outlet = Outlet(
@@ -182,6 +184,7 @@ class Rank:
             on_left=self._left,
             engine=self._card.fingerprint if able.batch_invariant else "",
             outcome_of=self._outcome,
+            sharing=self._sharing,
         )
         self._sit(delivery)
         self._intake = Intake(
@@ -192,6 +195,7 @@ class Rank:
             vocabulary=engine.vocabulary,
             gate=self._gate,
             on_begun=self._begun,
+            sharing=self._sharing,
         )
         self._registrar.registry.publish(card)
         self._registrar.on_hint, self._registrar.card = self._outlet.nudge, card

@@ -5,6 +5,7 @@
 | loading | the model is wanted | serves; or frees what it has, where it is no longer wanted |
 | loaded | | |
 | draining | it is no longer wanted, or the process leaves | ends what it has begun, hands back the rest, frees it |
+| waiting | there are as many replicas as there may be | loads when one leaves |
 | unloaded | it is not wanted | waits |
 | failed | it could not be loaded; nothing is left of the try | tries again when that is asked for |
 
@@ -17,17 +18,19 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from pool.errors import GenpoolError
-from pool.rules.model_states import DRAINING, FAILED, LOADING, STOPPED, UNLOADED
+from pool.rules.model_states import DRAINING, FAILED, LOADING, STOPPED, UNLOADED, WAITING
 from pool.rules.programs.facts import PauseReason
 from pool.settings import ModelSettings
 from pool.store.ranks import Wish
 from tasks.config import Settings
+from tasks.launch import DEVICES_VARIABLE
 from tasks.programs import Programs
 from workers.outlet import STATE_ERRORS
 from workers.rank import NotWanted, OnBegun, OnLeft, Rank
@@ -107,13 +110,15 @@ class Station:
 
     def facts(self) -> dict[str, Any]:
         """State and telemetry, JSON-safe."""
-        rank = self._rank
+        rank, of_model = self._rank, self._of_model()
         return {
             "model": self.model,
             "rank": self._registrar.id,
             "state": self.state,
             "last_error": self.error,
-            "configured_target_inflight": self._of_model().target_inflight,
+            "configured_target_inflight": of_model.target_inflight,
+            "replica_max": of_model.replica_max,
+            "device": os.environ.get(DEVICES_VARIABLE, ""),
             **({} if rank is None else rank.figures()),
         }
 
@@ -202,11 +207,15 @@ class Station:
         if self._rank is not None and not wish.loaded:
             self._unload(self._rank, wish)
             return True
-        if self._rank is None and wish.loaded and not (self._state == FAILED and self._tried == wish.change):
+        if self._rank is None and wish.loaded and not self._must_wait(wish):
             return self._load(wish)
         if self._rank is None and not wish.loaded and self._state != UNLOADED:
             self._become(UNLOADED)
         return False
+
+    def _must_wait(self, wish: Wish) -> bool:
+        """Whether to load would be in vain: it has failed, or there is still no place."""
+        return (self._state == FAILED and self._tried == wish.change) or (self._state == WAITING and not wish.has_place)
 
     def _become(self, state: str, error: str = "") -> None:
         self._state, self.error = state, error
@@ -218,6 +227,11 @@ class Station:
         self._become(LOADING)
         if not self._registrar.wish.loaded:
             return True
+        if not self._registrar.wish.has_place:
+            self._has_tried, self._tried = not is_first, None
+            self._become(WAITING)
+            log.info("%s: there are as many replicas as there may be; this one waits", self.model)
+            return self._registrar.wish.has_place
         try:
             self._start()
         except NotWanted:

@@ -16,7 +16,7 @@ import redis
 from pool.errors import GenerationFailed
 from pool.store import rebuilding
 from pool.store.connection import Client
-from pool.store.entries import drop, token_of
+from pool.store.entries import drop, hops_of, token_of
 from pool.store.handouts import Entry, Handout, Lease, Taken, Write, Written, handout_of, written_of
 from pool.store.hints import MOST_BYTES
 from pool.store.inputs import fetch
@@ -39,7 +39,7 @@ BATCH = 100
 
 @dataclass
 class Delivery:
-    """The hand-outs of one model to one rank. `reader` must be a client of one connection (to a node), for `unblock`."""
+    """The hand-outs of one model to one rank. `reader` is a client of one connection (to a node), for `unblock`."""
 
     reader: Client
     writer: Client
@@ -123,9 +123,13 @@ class Delivery:
 
     def _entries(self, items: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Entry]:
         """The entries that were read; what names no job is dropped."""
-        named = [(entry, token_of(fields)) for entry, fields in items]
-        drop(self.reader, self.keys, [entry for entry, token in named if token is None])
-        return [Entry(entry.decode(), token, secrets.token_hex(8)) for entry, token in named if token is not None]
+        named = [(entry, token_of(fields), hops_of(fields)) for entry, fields in items]
+        drop(self.reader, self.keys, [entry for entry, token, _ in named if token is None])
+        return [
+            Entry(entry.decode(), token, secrets.token_hex(8), hops=hops)
+            for entry, token, hops in named
+            if token is not None
+        ]
 
     def begin(self, entries: Sequence[Entry], *, alone: int = AMONG_OTHERS) -> Iterator[Handout | Entry]:
         """Begin the jobs of these entries, one after the other as they are asked for.
