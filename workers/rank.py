@@ -1,7 +1,8 @@
-"""A rank: one loaded copy of a model in this process, from the engine to the registry.
+"""A rank: one copy of a model that this process serves, from whatever runs it to the registry.
 
-Threads: the engine's (batching loop), the intake's (blocking reads), the outlet's (writes, leases), the registrar's
-(heartbeat, hints about held jobs), and where Programs are scheduled the seat's (workers/program_seat.py).
+Threads: the runner's (of an engine, the batching loop), the intake's (blocking reads), the outlet's (writes, leases),
+the registrar's (heartbeat, hints about held jobs), and where Programs are scheduled the seat's
+(workers/program_seat.py).
 """
 
 from __future__ import annotations
@@ -13,13 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from threadpoolctl import threadpool_limits
-
-from pool.rules.admission import Budgets
-from pool.rules.programs.ttl import prefill_seconds
 from pool.settings import ModelSettings
 from pool.store.connection import connect
 from pool.store.delivery import Delivery
@@ -27,19 +23,16 @@ from pool.store.handouts import Ending, Handout
 from pool.store.keys import node_channel
 from pool.store.placements import Outcome
 from pool.store.rank_delivery import RankDelivery
-from pool.store.ranks import Card, RankRegistry
-from tasks.config import Settings, offload_folder, state_url
-from tasks.ports import Engine, Finished
+from pool.store.ranks import RankRegistry
+from tasks.config import Settings, state_url
+from tasks.ports import Finished, Runner
 from tasks.programs import Programs
-from workers.engines import load_engine
+from workers.backends import open_backend
+from workers.backends.served import Served
 from workers.intake import Intake, reading_client
-from workers.loop import BatchingLoop
-from workers.offload import OffloadBudget
 from workers.outlet import STATE_ERRORS, Outlet
-from workers.program_residence import ProgramResidence
 from workers.program_seat import ProgramSeat
 from workers.trials import TrialGate
-from workers.weights import ensure_weights
 
 log = logging.getLogger("genpool.rank")
 
@@ -105,78 +98,51 @@ class Rank:
     def start(self) -> None:
         """Load the model and begin to serve; blocks while loading. An error is kept in `error`, and raised."""
         try:
-            self._engine = self._load()
-            self._open()
+            self._served = self._load()
+            self._open(self._served)
         except BaseException as error:
             self.state = FAILED
             self.error = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
             raise
         self.state = LOADED
         self._beat()
-        log.info("%s: serving as %s, %d generations at once", self.model, self._id, self._loop.effective_limit())
+        log.info("%s: serving as %s, %d generations at once", self.model, self._id, self._runner.effective_limit())
 
-    def _load(self) -> Engine:
-        model = self._model_settings
-        # The engine has threads of its own; BLAS's would spin beside them.
-        threadpool_limits(limits=1, user_api="blas")
+    def _load(self) -> Served:
         started = time.monotonic()
-        weights = None if model.source.startswith("random:") else ensure_weights(model.source)
-        engine = load_engine(self.model, model, weights=weights)
+        served = open_backend(self.model, self._settings, self._limit)
         log.info("%s: loaded in %.1f s", self.model, time.monotonic() - started)
         _tune_interpreter()
-        return engine
+        return served
 
-    def _open(self) -> None:
-        model, engine = self._model_settings, self._engine
-        able = engine.capability()
-        self._card = Card(
-            context_length=engine.context_length,
-            max_positions=min(able.max_positions, engine.kv_usage().total),
-            fingerprint=engine.fingerprint(),
-            vocabulary=engine.vocabulary.to_blob(),
-            logprobs=able.logprobs,
-            seed=able.seed,
-        )
-        offload = OffloadBudget(
-            model.offload_memory_bytes,
-            model.offload_disk_bytes,
-            offload_folder(self._settings),
-            self._settings.programs.paused_retention_ttl_seconds,
-        )
-        self._loop = BatchingLoop(
-            engine,
-            Budgets.of(model),
-            self._limit,
-            reuse=model.prefix_reuse,
-            target_step_s=model.target_step_seconds,
-            offload=offload,
-            prefill_seconds=partial(prefill_seconds, self._settings.programs.of_model(self.model).prefill_cost_model),
-        )
+    def _open(self, served: Served) -> None:
+        self._card = served.card
+        self._runner: Runner = served.runner
         self._claim_id()
         delivery = self._delivery = self._deliver()
         delivery.heal()
         self._outlet = Outlet(
             delivery,
-            self._loop,
+            self._runner,
             flush_idle_ms=self._settings.worker.flush_idle_ms,
             renew_ms=round(self._settings.worker.renew_seconds * 1000),
             stall_timeout_s=self._settings.worker.stall_timeout_seconds,
             on_left=self._left,
-            engine=self._card.fingerprint if able.batch_invariant else "",
+            engine=self._card.fingerprint if served.same_bytes else "",
             outcome_of=self._outcome,
         )
-        self._sit(delivery)
+        self._sit(delivery, served)
         self._intake = Intake(
             delivery,
-            self._loop,
+            self._runner,
             self._outlet,
             card=self._card,
-            vocabulary=engine.vocabulary,
+            vocabulary=served.vocabulary,
             gate=self._gate,
             on_begun=self._begun,
         )
         self._registry.publish(self._card)
-        self._loop.start(self._outlet)
+        self._runner.start(self._outlet)
         self._outlet.start()
         self._thread.start()
         if self._seat is not None:
@@ -196,7 +162,7 @@ class Rank:
         }
         return Delivery(**given) if self._programs is None else RankDelivery(**given, incarnation=self._incarnation)
 
-    def _sit(self, delivery: Delivery) -> None:
+    def _sit(self, delivery: Delivery, served: Served) -> None:
         """Take the rank's seat, before anything is read."""
         if self._programs is None or not isinstance(delivery, RankDelivery):
             return
@@ -206,7 +172,7 @@ class Rank:
             self._programs,
             settings,
             delivery,
-            ProgramResidence(self._loop, self._outlet.held, on_pause=settings.on_pause),
+            served.residence(self._outlet.held, settings.on_pause),
             registered=self._beat,
             keep_s=self._settings.worker.renew_seconds,
         )
@@ -249,20 +215,20 @@ class Rank:
             "last_error": self.error,
             "configured_target_inflight": self._model_settings.target_inflight,
         }
-        if hasattr(self, "_loop"):
-            facts |= self._loop.telemetry()
+        if hasattr(self, "_runner"):
+            facts |= self._runner.telemetry()
         return facts
 
     def resize(self, by: int) -> None:
         """Allow `by` more (or fewer) generations in flight."""
         self._limit = max(1, self._limit + by)
         if self._started:
-            self._loop.set_limit(self._limit)
+            self._runner.set_limit(self._limit)
             self._intake.room()
 
     def broken(self) -> bool:
         """Whether a thread of a serving rank has died: the process must end, so that its leases do."""
-        parts = (self._loop, self._intake, self._outlet, self._seat) if self.state == LOADED else ()
+        parts = (self._runner, self._intake, self._outlet, self._seat) if self.state == LOADED else ()
         return any(not part.is_alive() for part in parts if part is not None)
 
     def stalled(self) -> bool:
@@ -288,7 +254,7 @@ class Rank:
         log.info("%s: draining; %d generations may finish for %g s", self.model, len(self._outlet.held()), grace_s)
         while self._outlet.held() and time.monotonic() < self._drain_until_s:
             time.sleep(0.02)
-        self._loop.stop()
+        self._runner.stop()
         self._outlet.stop()
         # Again, for what the state server was not there to take when reading stopped.
         self._intake.give_back()
@@ -303,7 +269,7 @@ class Rank:
             log.warning("%s: leaving the registry: %s", self.model, type(error).__name__)
         self._delivery.close()
         self._registrar.connection_pool.disconnect()
-        self._engine.close()
+        self._served.close()
         self.state = STOPPED
 
     # -- callbacks and the registrar's thread ------------------------------------------------------------------------
