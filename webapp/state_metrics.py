@@ -26,7 +26,7 @@ from webapp.program_metrics import program_families
 #: Codes of failed jobs that are shown; another one is `other`.
 CODES = (
     "context_length_exceeded", "deadline_exceeded", "engine_error", "generation_failed", "input_lost",
-    "invalid_request", "kv_budget_exceeded", "poison", "queue_timeout", "run_timeout",
+    "invalid_request", "kv_budget_exceeded", "model_unloading", "poison", "queue_timeout", "run_timeout",
 )  # fmt: skip
 
 

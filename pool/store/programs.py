@@ -23,7 +23,8 @@ from pool.store.program_keys import ProgramKeys, program_id_of
 from pool.store.program_records import Arrival, Stored, stored_of
 from pool.store.program_views import Outline, Snapshot, outlines, snapshot
 from pool.store.records import NewJob
-from pool.store.scripts import Command, run, script
+from pool.store.running import run
+from pool.store.scripts import Command, script
 
 #: Operations of one plan; those behind them wait for the next.
 MOST_OPERATIONS = 30

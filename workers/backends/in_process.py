@@ -20,14 +20,13 @@ from workers.program_residence import ProgramResidence
 from workers.weights import ensure_weights
 
 
-def open_in_process(name: str, settings: Settings, limit: int) -> Served:
+def open_in_process(name: str, model: ModelSettings, settings: Settings, limit: int) -> Served:
     """Load the model `name`. Raises ConfigurationError, or whatever its engine raises."""
-    model = settings.models[name]
     # The engine has threads of its own; BLAS's would spin beside them.
     threadpool_limits(limits=1, user_api="blas")
     weights = None if model.source.startswith("random:") else ensure_weights(model.source)
     engine = load_engine(name, model, weights=weights)
-    loop = _loop(name, settings, engine, limit)
+    loop = _loop(name, model, settings, engine, limit)
     return Served(
         runner=loop,
         card=_card(model, engine),
@@ -51,8 +50,7 @@ def _card(model: ModelSettings, engine: Engine) -> Card:
     )
 
 
-def _loop(name: str, settings: Settings, engine: Engine, limit: int) -> BatchingLoop:
-    model = settings.models[name]
+def _loop(name: str, model: ModelSettings, settings: Settings, engine: Engine, limit: int) -> BatchingLoop:
     offload = OffloadBudget(
         model.offload_memory_bytes,
         model.offload_disk_bytes,
