@@ -24,7 +24,7 @@ import click
 
 from pool.errors import GenpoolError
 from pool.store.connection import connect
-from tasks import dead_letters, job_commands, launch
+from tasks import dead_letters, job_commands, launch, model_commands
 from tasks.api_keys import KeyRing, check_exposed
 from tasks.client import Client
 from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings, state_url
@@ -370,9 +370,11 @@ def models() -> None:
 
 @models.command("list")
 def list_models() -> None:
-    """List the catalogue: name, source, cached, size, licence, enabled."""
+    """List the catalogue: name, source, cached, size, licence, enabled, and its state where the state server tells."""
     rows: list[tuple[str, ...]] = []
-    for name, model in load_settings().models.items():
+    settings = load_settings()
+    states = model_commands.states(settings)
+    for name, model in settings.models.items():
         known = known_source(model.source)
         path = cached_path(model.source)
         published = SOURCES.get(model.source)
@@ -385,9 +387,10 @@ def list_models() -> None:
                 f"{size_bytes / 2**20:.0f} MiB" if size_bytes is not None else "-",
                 known.licence if known else "-",
                 "yes" if model.enabled else "no",
+                states.get(name, "-"),
             )
         )
-    print_table(("NAME", "SOURCE", "CACHED", "SIZE", "LICENCE", "ENABLED"), rows)
+    print_table(("NAME", "SOURCE", "CACHED", "SIZE", "LICENCE", "ENABLED", "STATE"), rows)
 
 
 @models.command()
@@ -401,6 +404,8 @@ def pull(names: tuple[str, ...]) -> None:
         click.echo(f"{name}: {path}")
 
 
+for command in (model_commands.load, model_commands.unload, model_commands.reload_models):
+    models.add_command(command)
 cli.add_command(keys)
 cli.add_command(programs)
 

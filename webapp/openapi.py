@@ -90,6 +90,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "programs.diagnostics": Operation(answers.Diagnostics, query=programs.DiagnosticsQuery),
     "admin_models.load": Operation(answers.ModelStanding, admin.LoadRequest),
     "admin_models.unload": Operation(answers.ModelStanding, admin.UnloadRequest),
+    "admin_models.reload": Operation(answers.Reloaded),
     "health.healthz": Operation(answers.Health),
     "health.readyz": Operation(answers.Health),
     "docs.page": Operation("text/html"),

@@ -39,7 +39,7 @@ class StateCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """All families; without a state server only that it is away."""
         up = GaugeMetricFamily("genpool_state_up", "Whether the state server answered this scrape.")
-        client, models = self._node.services.client, list(self._node.settings.models)
+        client, models = self._node.services.client, list(self._node.services.catalogue.known)
         try:
             found = surveys(client, models)
             ranks = {model: RankRegistry(client, model).live() for model in models}
@@ -57,7 +57,7 @@ class StateCollector(Collector):
         settings, client = self._node.settings, self._node.services.client
         if not settings.programs.enabled:
             return {}
-        of_models = {model: settings.programs.of_model(model) for model in settings.models}
+        of_models = {model: settings.programs.of_model(model) for model in self._node.services.catalogue.known}
         return {model: (program_survey(client, model, own), own) for model, own in of_models.items()}
 
 

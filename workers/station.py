@@ -27,6 +27,7 @@ from pool.rules.model_states import DRAINING, FAILED, LOADING, STOPPED, UNLOADED
 from pool.rules.programs.facts import PauseReason
 from pool.settings import ModelSettings
 from pool.store.ranks import Wish
+from tasks.catalogue import Catalogue
 from tasks.config import Settings
 from tasks.programs import Programs
 from workers.outlet import STATE_ERRORS
@@ -47,7 +48,7 @@ _LOADS = threading.Lock()
 
 
 class Station:
-    """`of_model`: the model's settings as they are now; `limit`: generations in flight at most, beside those settings;
+    """`catalogue`: where the model's settings are; `limit`: generations in flight at most, beside those settings;
     `on_failed`: the process shall end, because it cannot do what it was started for."""
 
     def __init__(
@@ -57,7 +58,7 @@ class Station:
         node: str,
         limit: int | None,
         *,
-        of_model: Callable[[], ModelSettings],
+        catalogue: Catalogue,
         gate: TrialGate,
         on_begun: OnBegun,
         on_left: OnLeft,
@@ -67,7 +68,8 @@ class Station:
         self.model = model
         self.error = ""
         self._settings = settings
-        self._of_model = of_model
+        self._catalogue = catalogue
+        self._last_settings = catalogue.models[model]
         self._limit = limit
         self._resized = 0
         self._gate = gate
@@ -113,9 +115,16 @@ class Station:
             "rank": self._registrar.id,
             "state": self.state,
             "last_error": self.error,
-            "configured_target_inflight": self._of_model().target_inflight,
+            "catalogue_version": self._catalogue.version,
+            "catalogue_error": self._catalogue.error,
+            "configured_target_inflight": self._model_settings().target_inflight,
             **({} if rank is None else rank.figures()),
         }
+
+    def _model_settings(self) -> ModelSettings:
+        """As they are now; as they were last, of a model that was removed."""
+        self._last_settings = self._catalogue.models.get(self.model, self._last_settings)
+        return self._last_settings
 
     def resize(self, by: int) -> None:
         """Allow `by` more (or fewer) generations in flight, also of a model that is loaded later."""
@@ -237,7 +246,7 @@ class Station:
         return True
 
     def _start(self) -> None:
-        of_model = self._of_model()
+        of_model = self._model_settings()
         target = of_model.target_inflight if self._limit is None else min(of_model.target_inflight, self._limit)
         rank = self._coming = Rank(
             self.model,

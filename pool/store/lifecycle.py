@@ -23,7 +23,8 @@ from pool.rules.model_states import state_of
 from pool.store.connection import Client, state_errors
 from pool.store.keys import ModelKeys, model_channel
 from pool.store.ranks import Rank, RankRegistry
-from pool.store.scripts import Command, run, script
+from pool.store.running import run
+from pool.store.scripts import Command, script
 
 #: How often a verb is run again because ranks came or went meanwhile.
 TRIES = 20

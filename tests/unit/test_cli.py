@@ -209,11 +209,11 @@ def test_models_are_listed_with_cache_size_and_licence(tmp_path: Path) -> None:
         f'[models.own]\nsource = "{tmp_path}/own.gguf"\nenabled = false\n[models.tiny]\nsource = "random:1"'
     )
     rows = {line.split()[0]: line.split()[2:] for line in run("models", "list").stdout.splitlines()}
-    assert rows["NAME"] == ["CACHED", "SIZE", "LICENCE", "ENABLED"]
-    assert rows[SHIPPED] == ["no", "94", "MiB", "Apache-2.0", "yes"]
-    assert rows["smollm2-135m-q4"] == ["no", "-", "Apache-2.0", "no"]
-    assert rows["own"] == ["yes", "1", "MiB", "-", "no"]
-    assert rows["tiny"] == ["-", "-", "-", "yes"]
+    assert rows["NAME"] == ["CACHED", "SIZE", "LICENCE", "ENABLED", "STATE"]
+    assert rows[SHIPPED] == ["no", "94", "MiB", "Apache-2.0", "yes", "-"]
+    assert rows["smollm2-135m-q4"] == ["no", "-", "Apache-2.0", "no", "-"]
+    assert rows["own"] == ["yes", "1", "MiB", "-", "no", "-"]
+    assert rows["tiny"] == ["-", "-", "-", "yes", "-"]
 
 
 def test_pull_prints_where_the_weights_are(tmp_path: Path) -> None:

@@ -158,6 +158,20 @@ class ModelStanding(Answer):
     last_error: str | None
 
 
+class Reloaded(Answer):
+    """What reading the models again has changed. `changed_fields`: of those that were updated; `needs_restart`: other
+    settings of the file, which count from the next start."""
+
+    object: Literal["settings.reload"]
+    version: int
+    added: list[str]
+    removed: list[str]
+    updated: list[str]
+    unchanged: list[str]
+    changed_fields: dict[str, list[str]]
+    needs_restart: list[str]
+
+
 class Deleted(Answer):
     """The response is gone."""
 
@@ -349,8 +363,16 @@ class Diagnostics(Answer):
     models: list[ModelDiagnostics]
 
 
+class CatalogueStanding(Answer):
+    """The version of the models that this process goes by, and why it has not taken over a later one."""
+
+    version: int
+    error: Literal["catalogue_invalid", "catalogue_differs"] | None
+
+
 class Health(Answer):
     """Alive, or ready; then with each model's state."""
 
     status: Literal["ok", "ready"]
     models: dict[str, str] | None = None
+    catalogue: CatalogueStanding | None = None
