@@ -63,6 +63,7 @@ class Catalogue:
         self.models: Mapping[str, ModelSettings] = dict(settings.models)
         #: Every model there has been: what a removed one holds must end, too. It only grows.
         self.known = list(settings.models)
+        self._last: dict[str, ModelSettings] = dict(settings.models)
         #: The published version that these are of, as far as is known; and why a later one was not taken over, "" or
         #: INVALID or DIFFERS.
         self.version = 0
@@ -72,6 +73,10 @@ class Catalogue:
         #: Version and hash that this process has taken over, or began with; None before it has looked.
         self._seen: tuple[int, str] | None = None
         self._next_s = 0.0
+
+    def last(self, model: str) -> ModelSettings:
+        """A known model's settings as they are now; as they were last, of one that was removed."""
+        return self._last[model]
 
     def reload(self) -> Changes:
         """Read the file again, go on with it, and have all other processes do so.
@@ -136,6 +141,7 @@ class Catalogue:
 
     def _take(self, found: Configuration, version: int, digest: str) -> None:
         models = found.settings.models
+        self._last = self._last | models
         for name in models:
             if name not in self.known:
                 self.known.append(name)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 
 import click
 
-from pool.errors import StateUnavailable
-from pool.store.connection import connect
-from pool.store.lifecycle import Lifecycle
-from tasks.config import Settings, load_settings, state_url
+from tasks.config import Settings, load_settings
 from tasks.lifecycle import ModelAdmin, Standing
 from tasks.own_runtime import require_state_server
 from tasks.services import Services, open_services
-
-#: How long a list of models waits for the state server.
-LOOK_S = 1.0
 
 _NO_WAIT = click.option("--no-wait", is_flag=True, help="Do not wait until it is done.")
 _TIMEOUT = click.option(
@@ -58,21 +52,6 @@ def reload_models() -> None:
     changed since it was read last."""
     with _services_of(load_settings()) as services:
         click.echo(json.dumps(asdict(services.catalogue.reload()), indent=2))
-
-
-def states(settings: Settings) -> Mapping[str, str]:
-    """The state of each model; none while the state server is away."""
-    client = connect(state_url(settings), max_connections=1, timeout_s=LOOK_S)
-    found: dict[str, str] = {}
-    try:
-        for name in settings.models:
-            wanted, ranks = Lifecycle(client, name).look()
-            found[name] = wanted.state(ranks)
-    except StateUnavailable:
-        return {}
-    finally:
-        client.connection_pool.disconnect()
-    return found
 
 
 @contextmanager

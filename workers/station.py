@@ -5,6 +5,7 @@
 | loading | the model is wanted | serves; or frees what it has, where it is no longer wanted |
 | loaded | | |
 | draining | it is no longer wanted, or the process leaves | ends what it has begun, hands back the rest, frees it |
+| waiting | there are as many replicas as there may be | loads when one leaves |
 | unloaded | it is not wanted | waits |
 | failed | it could not be loaded; nothing is left of the try | tries again when that is asked for |
 
@@ -17,18 +18,22 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-from pool.errors import GenpoolError
-from pool.rules.model_states import DRAINING, FAILED, LOADING, STOPPED, UNLOADED
+import redis
+
+from pool.errors import GenpoolError, StateUnavailable
+from pool.rules.model_states import DRAINING, FAILED, LOADING, STOPPED, UNLOADED, WAITING
 from pool.rules.programs.facts import PauseReason
-from pool.settings import ModelSettings
 from pool.store.ranks import Wish
 from tasks.catalogue import Catalogue
 from tasks.config import Settings
+from tasks.launch import DEVICES_VARIABLE
 from tasks.programs import Programs
 from workers.outlet import STATE_ERRORS
 from workers.rank import NotWanted, OnBegun, OnLeft, Rank
@@ -48,8 +53,9 @@ _LOADS = threading.Lock()
 
 
 class Station:
-    """`catalogue`: where the model's settings are; `limit`: generations in flight at most, beside those settings;
-    `on_failed`: the process shall end, because it cannot do what it was started for."""
+    """`part`: which of the model's ranks in this process; `catalogue`: where the model's settings are; `limit`:
+    generations in flight at most, beside those settings; `on_failed`: the process shall end, because it cannot do what
+    it was started for."""
 
     def __init__(
         self,
@@ -58,6 +64,7 @@ class Station:
         node: str,
         limit: int | None,
         *,
+        part: int = 0,
         catalogue: Catalogue,
         gate: TrialGate,
         on_begun: OnBegun,
@@ -69,8 +76,8 @@ class Station:
         self.error = ""
         self._settings = settings
         self._catalogue = catalogue
-        self._last_settings = catalogue.models[model]
         self._limit = limit
+        self.part = part
         self._resized = 0
         self._gate = gate
         self._on_begun = on_begun
@@ -84,6 +91,8 @@ class Station:
         self._coming: Rank | None = None
         self._tried: int | None = None
         self._has_tried = False
+        #: A load has failed, and the state server has not heard of it.
+        self._untold = False
         self._free_by_s: float | None = None
         self._leaving = threading.Event()
         self._news = threading.Event()
@@ -109,7 +118,7 @@ class Station:
 
     def facts(self) -> dict[str, Any]:
         """State and telemetry, JSON-safe."""
-        rank = self._rank
+        rank, of_model = self._rank, self._catalogue.last(self.model)
         return {
             "model": self.model,
             "rank": self._registrar.id,
@@ -117,14 +126,11 @@ class Station:
             "last_error": self.error,
             "catalogue_version": self._catalogue.version,
             "catalogue_error": self._catalogue.error,
-            "configured_target_inflight": self._model_settings().target_inflight,
+            "configured_target_inflight": of_model.target_inflight,
+            "replica_max": of_model.replica_max,
+            "device": os.environ.get(DEVICES_VARIABLE, ""),
             **({} if rank is None else rank.figures()),
         }
-
-    def _model_settings(self) -> ModelSettings:
-        """As they are now; as they were last, of a model that was removed."""
-        self._last_settings = self._catalogue.models.get(self.model, self._last_settings)
-        return self._last_settings
 
     def resize(self, by: int) -> None:
         """Allow `by` more (or fewer) generations in flight, also of a model that is loaded later."""
@@ -208,14 +214,21 @@ class Station:
     def _turn(self) -> bool:
         """Do what is wanted; whether there may be more to do."""
         wish = self._registrar.wish
+        if self._untold and self._tried is not None:
+            self._tell_failure(self._tried)
+            wish = self._registrar.wish
         if self._rank is not None and not wish.loaded:
             self._unload(self._rank, wish)
             return True
-        if self._rank is None and wish.loaded and not (self._state == FAILED and self._tried == wish.change):
+        if self._rank is None and wish.loaded and not self._must_wait(wish):
             return self._load(wish)
         if self._rank is None and not wish.loaded and self._state != UNLOADED:
             self._become(UNLOADED)
         return False
+
+    def _must_wait(self, wish: Wish) -> bool:
+        """Whether to load would be in vain: it has failed, or there is still no place."""
+        return (self._state == FAILED and self._tried == wish.change) or (self._state == WAITING and not wish.has_place)
 
     def _become(self, state: str, error: str = "") -> None:
         self._state, self.error = state, error
@@ -227,12 +240,17 @@ class Station:
         self._become(LOADING)
         if not self._registrar.wish.loaded:
             return True
+        if not self._registrar.wish.has_place:
+            self._has_tried, self._tried = not is_first, None
+            self._become(WAITING)
+            log.info("%s: there are as many replicas as there may be; this one waits", self.model)
+            return self._registrar.wish.has_place
         try:
             self._start()
         except NotWanted:
             _free_memory()
             return True
-        except STATE_ERRORS:
+        except (redis.exceptions.RedisError, StateUnavailable):
             # It says nothing of the model.
             _free_memory()
             self._has_tried = not is_first
@@ -240,13 +258,13 @@ class Station:
         except Exception as error:  # noqa: BLE001 - whatever a load raises is told by name
             _free_memory()
             self._failed(error, wish, is_first=is_first)
-            return False
+            return True
         self._registrar.beat()
         self._registrar.lifecycle.loaded()
         return True
 
     def _start(self) -> None:
-        of_model = self._model_settings()
+        of_model = self._catalogue.last(self.model)
         target = of_model.target_inflight if self._limit is None else min(of_model.target_inflight, self._limit)
         rank = self._coming = Rank(
             self.model,
@@ -254,13 +272,15 @@ class Station:
             of_model,
             self._registrar,
             max(1, target + self._resized),
+            part=self.part,
             gate=self._gate,
             on_begun=self._on_begun,
             on_left=self._on_left,
             programs=self._programs,
         )
         try:
-            with _LOADS:
+            # A server elsewhere needs no room here, and may be awaited for long.
+            with nullcontext() if of_model.backend == "openai_remote" else _LOADS:
                 rank.start(lambda: self._registrar.wish.loaded and not self._leaving.is_set())
             self._rank = rank
         finally:
@@ -270,10 +290,15 @@ class Station:
         told = error.message if isinstance(error, GenpoolError) else f"{type(error).__name__}: {error}"
         told = told[:MAX_ERROR_CHARS]
         log.error("%s: cannot be loaded: %s", self.model, told)
-        self._become(FAILED, told)
-        self._registrar.lifecycle.load_failed(wish.change, self._registrar.id, told)
+        self._state, self.error, self._untold = FAILED, told, True
         if is_first and not wish.is_asked:
             self._on_failed(self.model)
+
+    def _tell_failure(self, change: int) -> None:
+        """Both as a rank and for the model; again, where the state server was away."""
+        self._become(FAILED, self.error)
+        self._registrar.lifecycle.load_failed(change, self._registrar.id, self.error)
+        self._untold = False
 
     def _unload(self, rank: Rank, wish: Wish) -> None:
         log.info("%s: unloading", self.model)

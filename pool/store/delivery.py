@@ -16,13 +16,13 @@ import redis
 from pool.errors import GenerationFailed
 from pool.store import rebuilding
 from pool.store.connection import Client
-from pool.store.entries import drop, token_of
+from pool.store.entries import drop, hops_of, token_of
 from pool.store.handouts import Entry, Handout, Lease, Taken, Write, Written, handout_of, written_of
 from pool.store.hints import MOST_BYTES
 from pool.store.inputs import fetch
 from pool.store.keys import GROUP, ModelKeys, node_channel
 from pool.store.log import pack
-from pool.store.nodes import node_of
+from pool.store.nodes import learn, node_of, same_node
 from pool.store.running import Line, run_many, run_stream
 from pool.store.scripts import Command, script
 from pool.store.trials import ALL_ALONE, AMONG_OTHERS, keep
@@ -31,14 +31,15 @@ from pool.store.trials import ALL_ALONE, AMONG_OTHERS, keep
 _LOGGED = 8
 #: Length of begin's reply for a job whose input lies in its record; where blocks are named, they follow.
 _WHOLE = 14
+#: How long a read waits while its slot is on the way to another node of a cluster.
+MOVING_BLOCK_MS = 100
 #: A script touches at most this many items; longer work continues in further calls.
 BATCH = 100
 
 
 @dataclass
 class Delivery:
-    """The hand-outs of one model to one rank. `reader` must be a client of a single connection (to each node of a
-    cluster), for `unblock`."""
+    """The hand-outs of one model to one rank. `reader` is a client of one connection (to a node), for `unblock`."""
 
     reader: Client
     writer: Client
@@ -48,8 +49,8 @@ class Delivery:
     result_ttl_ms: int
     shard: int = 0
     keys: ModelKeys = field(init=False)
-    #: The connection that reads: its server, by the reader's client and by the writer's, and its id there.
-    _reading: tuple[Client, Client, int] | None = field(init=False, default=None)
+    #: The connection that reads: its server, as the reader's client knows it, and its id there.
+    _reading: tuple[Client, int] | None = field(init=False, default=None)
     _line: Line = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,10 +87,15 @@ class Delivery:
             server = node_of(self.reader, self.keys.queue)
             if self._reading is None or self._reading[0] is not server:
                 pending = self._pending()
-                self._reading = server, node_of(self.writer, self.keys.queue), int(server.client_id())
+                server = node_of(self.reader, self.keys.queue)
+                self._reading = server, int(server.client_id())
                 if pending:
                     return pending
-            return self._read_new(room, block_ms)
+            return self._read_new(server, room, block_ms)
+        except redis.exceptions.AskError as error:
+            # A read that follows its stream to another node cannot be woken there, and so must not wait.
+            learn(self.reader, error)
+            return self._read_new(self.reader, room, MOVING_BLOCK_MS)
         except redis.exceptions.ResponseError as error:
             if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise
@@ -99,9 +105,9 @@ class Delivery:
             self._reading = None
             raise
 
-    def _read_new(self, room: int, block_ms: int) -> list[Entry]:
+    def _read_new(self, server: Client, room: int, block_ms: int) -> list[Entry]:
         """What nobody has read yet."""
-        reply = self.reader.xreadgroup(GROUP, self.rank, {self.keys.queue: ">"}, count=min(room, BATCH), block=block_ms)
+        reply = server.xreadgroup(GROUP, self.rank, {self.keys.queue: ">"}, count=min(room, BATCH), block=block_ms)
         return self._entries(reply[0][1]) if reply else []
 
     def _pending(self) -> list[Entry]:
@@ -117,9 +123,13 @@ class Delivery:
 
     def _entries(self, items: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Entry]:
         """The entries that were read; what names no job is dropped."""
-        named = [(entry, token_of(fields)) for entry, fields in items]
-        drop(self.reader, self.keys, [entry for entry, token in named if token is None])
-        return [Entry(entry.decode(), token, secrets.token_hex(8)) for entry, token in named if token is not None]
+        named = [(entry, token_of(fields), hops_of(fields)) for entry, fields in items]
+        drop(self.reader, self.keys, [entry for entry, token, _ in named if token is None])
+        return [
+            Entry(entry.decode(), token, secrets.token_hex(8), hops=hops)
+            for entry, token, hops in named
+            if token is not None
+        ]
 
     def begin(self, entries: Sequence[Entry], *, alone: int = AMONG_OTHERS) -> Iterator[Handout | Entry]:
         """Begin the jobs of these entries, one after the other as they are asked for.
@@ -203,8 +213,8 @@ class Delivery:
     def unblock(self) -> None:
         """Wake a blocked `take`; it then returns nothing. Called from another thread than its own."""
         if self._reading is not None:
-            _, server, reader_id = self._reading
-            server.execute_command("CLIENT", "UNBLOCK", reader_id)
+            server, reader_id = self._reading
+            same_node(self.writer, server).execute_command("CLIENT", "UNBLOCK", reader_id)
 
     def write(self, writes: Iterable[Write]) -> list[Written]:
         """Append to logs and end jobs. Safe to repeat after a connection failure. Who follows a job is told of what is

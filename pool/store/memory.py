@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pool.errors import StateUnavailable
 from pool.store.connection import Client, state_errors
-from pool.store.nodes import node_of
+from pool.store.nodes import node_of, nodes
 
 #: Share of `maxmemory` above which no new job is accepted.
 FULL_SHARE = 0.85
@@ -33,6 +33,13 @@ def memory_of(server: Client) -> Memory:
     with state_errors():
         found = server.info("memory")
     return Memory(int(found["used_memory"]), int(found.get("maxmemory", 0)))
+
+
+def memories(client: Client) -> list[Memory]:
+    """Of all servers that have keys. Raises StateUnavailable."""
+    with state_errors():
+        servers = nodes(client)
+    return [memory_of(server) for server in servers]
 
 
 class MemoryGate:

@@ -3,6 +3,8 @@ memory, its connections, all its keys."""
 
 from __future__ import annotations
 
+import redis
+
 from pool.store.cluster_client import ClusterClient
 from pool.store.connection import Client
 
@@ -12,9 +14,26 @@ def node_of(client: Client, key: str) -> Client:
     return client.node_of(key) if isinstance(client, ClusterClient) else client
 
 
+def same_node(client: Client, node: Client) -> Client:
+    """A server that another client talks to, as this one does."""
+    return client.connection_pool.node(name_of(client, node)) if isinstance(client, ClusterClient) else client
+
+
+def learn(client: Client, error: redis.exceptions.AskError) -> None:
+    """A node said that a key is elsewhere. Raises `error` where there is but one."""
+    if not isinstance(client, ClusterClient):
+        raise error
+    client.redirected(error)
+
+
 def nodes(client: Client) -> list[Client]:
     """All servers that have keys."""
     return list(client.primaries()) if isinstance(client, ClusterClient) else [client]
+
+
+def is_spread(client: Client) -> bool:
+    """Whether models may be on different servers, so that one being away says nothing of the others."""
+    return isinstance(client, ClusterClient)
 
 
 def name_of(client: Client, node: Client) -> str:

@@ -14,6 +14,7 @@ from pool.store.inputs import run_endings
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
 from pool.store.lifecycle import Lifecycle
+from pool.store.nodes import is_spread
 from pool.store.program_endings import Terms, of_programs
 from pool.store.rebuilding import rebuild
 from pool.store.running import run_many
@@ -59,6 +60,8 @@ class Sweeper:
         self._max_deliveries = max_deliveries
         self._result_ttl_ms = result_ttl_ms
         self.terms = Terms(max_deliveries, result_ttl_ms, DEAD_LETTERS_KEPT, lease_ms)
+        #: Whether a model's server may be away while others are there.
+        self.is_spread = is_spread(client)
         self._looks_of: dict[str, list[Command]] = {}
 
     def sweep(self, model: str) -> Swept:
