@@ -92,7 +92,7 @@ class Station:
         self._tried: int | None = None
         self._has_tried = False
         #: A load has failed, and the state server has not heard of it.
-        self._untold = False
+        self._untold = self._gives_up = False
         self._free_by_s: float | None = None
         self._leaving = threading.Event()
         self._news = threading.Event()
@@ -291,14 +291,15 @@ class Station:
         told = told[:MAX_ERROR_CHARS]
         log.error("%s: cannot be loaded: %s", self.model, told)
         self._state, self.error, self._untold = FAILED, told, True
-        if is_first and not wish.is_asked:
-            self._on_failed(self.model)
+        self._gives_up = is_first and not wish.is_asked
 
     def _tell_failure(self, change: int) -> None:
         """Both as a rank and for the model; again, where the state server was away."""
         self._become(FAILED, self.error)
         self._registrar.lifecycle.load_failed(change, self._registrar.id, self.error)
         self._untold = False
+        if self._gives_up:
+            self._on_failed(self.model)
 
     def _unload(self, rank: Rank, wish: Wish) -> None:
         log.info("%s: unloading", self.model)
