@@ -39,7 +39,7 @@ BATCH = 100
 
 @dataclass
 class Delivery:
-    """The hand-outs of one model to one rank. `reader` must be a client of one connection (to a node), for `unblock`."""
+    """The hand-outs of one model to one rank. `reader` must be a client of one connection to a node, for `unblock`."""
 
     reader: Client
     writer: Client
