@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from pool.settings import ModelName, Section
+from pool.sections import Section
+from pool.settings import ModelName
 
 SectionT = TypeVar("SectionT", bound=Section)
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class Section(BaseModel):
-    """A frozen group of settings. Types are exact: no boolean passes for a number, no text for either."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+from pool.backend_settings import BackendSettings
+from pool.replica_settings import ReplicaSettings
+from pool.sections import Section
 
 
 class ServerSettings(Section):
@@ -140,26 +138,13 @@ class LimitSettings(Section):
 ModelName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
 
 
-class ModelSettings(Section):
+class ModelSettings(BackendSettings, ReplicaSettings):
     """`[models.NAME]`: one catalogue entry."""
 
-    backend: Literal["numpy", "llama_cpp"] = Field(
-        default="numpy",
-        description="The engine that runs the model. `llama_cpp` needs the extra `llama` (`make llama`).",
-    )
-    source: str = Field(
-        description="Where the weights come from: `smollm2-135m-instruct` (fetched into the model cache), "
-        "`smollm2-135m-instruct:q4_0` (made of it, also `q4_1` and `q8_0`; needs the extra `llama`), "
-        "`random:SEED` (a tiny model generated in code, for tests), or the path of a GGUF file.",
-        min_length=1,
-    )
     enabled: bool = Field(
         default=True,
         description="Whether the model accepts requests. Jobs of a disabled one end by their time limits; after one "
         "that is removed nobody looks any more.",
-    )
-    target_inflight: int = Field(
-        default=1, ge=1, le=1024, description="Generations a replica runs at once, if its engine can."
     )
     threads: int = Field(default=0, ge=0, le=256, description="Threads of the engine. 0: one per core, at most 4.")
     weight_bytes: int = Field(default=0, ge=0, description="Bytes of the weights in memory; reported, not enforced.")

@@ -88,6 +88,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "programs.one": Operation(answers.Program),
     "programs.finish": Operation(answers.FinishedProgram, programs.FinishRequest),
     "programs.diagnostics": Operation(answers.Diagnostics, query=programs.DiagnosticsQuery),
+    "admin_model_rows.rows": Operation(answers.ModelRows, query=admin.ModelRowsQuery),
     "admin_models.load": Operation(answers.ModelStanding, admin.LoadRequest),
     "admin_models.unload": Operation(answers.ModelStanding, admin.UnloadRequest),
     "health.healthz": Operation(answers.Health),

@@ -17,8 +17,9 @@ from pool.store.connection import Client, connect, unable
 from pool.store.delivery import Delivery
 from pool.store.handouts import Entry, Handout
 from pool.store.ranks import Card
+from pool.store.sharing import PAUSE_S, Sharing
 from pool.store.trials import ALL_ALONE, AMONG_OTHERS, AMONG_PROVEN, survived
-from tasks.payloads import PROMPT, GenerationOptions
+from tasks.payloads import PROMPT, GenerationOptions, Prompt, TokenPrompt
 from tasks.ports import Failed, Generation, Runner, TokenIds
 from tasks.submission import check_sampling, fit, tokenize
 from tasks.vocabulary import Vocabulary
@@ -42,6 +43,8 @@ KEEP_LEASES = 0.25
 #: begins beside jobs that have shown tokens, as at its second try: they lose a replay at most.
 PATIENCE_LEASES = 0.1
 
+_NO_TOKENS: TokenIds = np.empty(0, np.int32)
+
 #: Called in the intake's thread for each job it begins.
 OnBegun = Callable[[Handout], None]
 
@@ -61,11 +64,13 @@ class Intake:
         outlet: Outlet,
         *,
         card: Card,
-        vocabulary: Vocabulary,
+        vocabulary: Vocabulary | None,
         gate: TrialGate,
         on_begun: OnBegun,
+        sharing: Sharing | None = None,
     ) -> None:
         self._delivery = delivery
+        self._sharing = Sharing(delivery.model, delivery.rank) if sharing is None else sharing
         self._runner = runner
         self._outlet = outlet
         self._card = card
@@ -104,6 +109,7 @@ class Intake:
         self._stopping = True
         self._room.set()
         try:
+            self._sharing.leave(self._delivery.writer)
             self._delivery.unblock()
         except STATE_ERRORS as error:
             log.info("unblock: %s", type(error).__name__)
@@ -150,6 +156,7 @@ class Intake:
         capacity = self._runner.capacity()
         full = capacity.in_flight >= capacity.effective or self._outlet.congested() or self._crowded
         self._crowded = False
+        self._sharing.tell(self._delivery.reader, capacity.in_flight, capacity.effective)
         if full or not self._alone:
             # What was to go on trial cannot now, or was cancelled.
             self._gate.leave(self._outlet)
@@ -162,13 +169,29 @@ class Intake:
         elif self._alone:
             self._begin_alone()
         else:
-            entries = self._delivery.read(capacity.effective - capacity.in_flight, BLOCK_MS)
+            read = self._delivery.read(capacity.effective - capacity.in_flight, BLOCK_MS)
+            entries = self._shared(read)
             with self._gate.beginning(self._outlet) as allowed:
                 if allowed:
                     self._begin(entries)
                 else:
                     # Another rank of this process has a job to put on trial meanwhile.
+                    self._unanswered.clear()
                     self._alone.extend(entries)
+            if len(entries) < len(read):
+                self._room.wait(PAUSE_S)
+
+    def _shared(self, entries: list[Entry]) -> list[Entry]:
+        """What of these is for this rank to begin; the rest is left to emptier ones. Without an answer all of them are
+        begun one by one, and those that went are found to be elsewhere."""
+        if not entries:
+            return entries
+        self._unanswered |= {entry.token: entry for entry in entries}
+        # It may have waited for them for long.
+        capacity = self._runner.capacity()
+        kept = self._sharing.kept(self._delivery.reader, entries, capacity.in_flight, capacity.effective)
+        self._unanswered = {entry.token: entry for entry in kept}
+        return kept
 
     def _begin_alone(self) -> None:
         """A job on trial waits: read nothing until the process is empty enough for it, then begin it."""
@@ -278,22 +301,36 @@ class Intake:
         if handout.lost:
             raise GenerationFailed("Its stored input is missing or damaged.", code="input_lost")
         options = GenerationOptions.model_validate_json(handout.options)
-        check_sampling(options.sampling, self._card, self._vocabulary)
-        ids = np.frombuffer(handout.prompt, dtype="<i4") if handout.prompt else self._tokenized(handout)
+        check_sampling(self._delivery.model, options.sampling, self._card, self._vocabulary)
         placement = handout.lease.placement
-        return Generation(
+        generation = Generation(
             job=handout.lease.token,
             attempt=handout.lease.attempt,
-            prompt=ids,
+            prompt=_NO_TOKENS,
             sampling=options.sampling,
-            max_tokens=fit(options, self._card, len(ids)),
+            max_tokens=options.max_tokens or 0,
             seed=handout.seed,
             n=handout.n,
             tenant=handout.tenant,
             holder="" if placement is None else placement.program,
             replay=handout.replay,
         )
+        if self._vocabulary is None:
+            generation.given = _prompt_of(handout)
+        else:
+            ids = np.frombuffer(handout.prompt, dtype="<i4") if handout.prompt else self._tokenized(handout)
+            generation.prompt, generation.max_tokens = ids, fit(options, self._card, len(ids))
+        return generation
 
     def _tokenized(self, handout: Handout) -> TokenIds:
+        assert self._vocabulary is not None
         prompt = PROMPT.validate_json(handout.input)
         return np.array(tokenize(prompt, self._card, self._vocabulary), dtype=np.int32)
+
+
+def _prompt_of(handout: Handout) -> Prompt:
+    """The prompt of a job that nobody here tokenizes. One that was tokenized at the door, when the model had another
+    backend, goes on as those tokens."""
+    if handout.prompt:
+        return TokenPrompt(token_ids=tuple(np.frombuffer(handout.prompt, dtype="<i4").tolist()))
+    return PROMPT.validate_json(handout.input)

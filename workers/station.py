@@ -5,6 +5,7 @@
 | loading | the model is wanted | serves; or frees what it has, where it is no longer wanted |
 | loaded | | |
 | draining | it is no longer wanted, or the process leaves | ends what it has begun, hands back the rest, frees it |
+| waiting | there are as many replicas as there may be | loads when one leaves |
 | unloaded | it is not wanted | waits |
 | failed | it could not be loaded; nothing is left of the try | tries again when that is asked for |
 
@@ -17,17 +18,20 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from pool.errors import GenpoolError
-from pool.rules.model_states import DRAINING, FAILED, LOADING, STOPPED, UNLOADED
+from pool.rules.model_states import DRAINING, FAILED, LOADING, STOPPED, UNLOADED, WAITING
 from pool.rules.programs.facts import PauseReason
 from pool.settings import ModelSettings
 from pool.store.ranks import Wish
 from tasks.config import Settings
+from tasks.launch import DEVICES_VARIABLE
 from tasks.programs import Programs
 from workers.outlet import STATE_ERRORS
 from workers.rank import NotWanted, OnBegun, OnLeft, Rank
@@ -47,8 +51,9 @@ _LOADS = threading.Lock()
 
 
 class Station:
-    """`of_model`: the model's settings as they are now; `limit`: generations in flight at most, beside those settings;
-    `on_failed`: the process shall end, because it cannot do what it was started for."""
+    """`part`: which of the model's ranks in this process; `of_model`: its settings as they are now; `limit`:
+    generations in flight at most, beside those settings; `on_failed`: the process shall end, because it cannot do what
+    it was started for."""
 
     def __init__(
         self,
@@ -57,6 +62,7 @@ class Station:
         node: str,
         limit: int | None,
         *,
+        part: int = 0,
         of_model: Callable[[], ModelSettings],
         gate: TrialGate,
         on_begun: OnBegun,
@@ -69,6 +75,7 @@ class Station:
         self._settings = settings
         self._of_model = of_model
         self._limit = limit
+        self.part = part
         self._resized = 0
         self._gate = gate
         self._on_begun = on_begun
@@ -107,13 +114,15 @@ class Station:
 
     def facts(self) -> dict[str, Any]:
         """State and telemetry, JSON-safe."""
-        rank = self._rank
+        rank, of_model = self._rank, self._of_model()
         return {
             "model": self.model,
             "rank": self._registrar.id,
             "state": self.state,
             "last_error": self.error,
-            "configured_target_inflight": self._of_model().target_inflight,
+            "configured_target_inflight": of_model.target_inflight,
+            "replica_max": of_model.replica_max,
+            "device": os.environ.get(DEVICES_VARIABLE, ""),
             **({} if rank is None else rank.figures()),
         }
 
@@ -202,11 +211,15 @@ class Station:
         if self._rank is not None and not wish.loaded:
             self._unload(self._rank, wish)
             return True
-        if self._rank is None and wish.loaded and not (self._state == FAILED and self._tried == wish.change):
+        if self._rank is None and wish.loaded and not self._must_wait(wish):
             return self._load(wish)
         if self._rank is None and not wish.loaded and self._state != UNLOADED:
             self._become(UNLOADED)
         return False
+
+    def _must_wait(self, wish: Wish) -> bool:
+        """Whether to load would be in vain: it has failed, or there is still no place."""
+        return (self._state == FAILED and self._tried == wish.change) or (self._state == WAITING and not wish.has_place)
 
     def _become(self, state: str, error: str = "") -> None:
         self._state, self.error = state, error
@@ -218,6 +231,11 @@ class Station:
         self._become(LOADING)
         if not self._registrar.wish.loaded:
             return True
+        if not self._registrar.wish.has_place:
+            self._has_tried, self._tried = not is_first, None
+            self._become(WAITING)
+            log.info("%s: there are as many replicas as there may be; this one waits", self.model)
+            return self._registrar.wish.has_place
         try:
             self._start()
         except NotWanted:
@@ -245,13 +263,15 @@ class Station:
             of_model,
             self._registrar,
             max(1, target + self._resized),
+            part=self.part,
             gate=self._gate,
             on_begun=self._on_begun,
             on_left=self._on_left,
             programs=self._programs,
         )
         try:
-            with _LOADS:
+            # A server elsewhere needs no room here, and may be awaited for long.
+            with nullcontext() if of_model.backend == "openai_remote" else _LOADS:
                 rank.start(lambda: self._registrar.wish.loaded and not self._leaving.is_set())
             self._rank = rank
         finally:

@@ -21,6 +21,12 @@ def token_of(fields: Mapping[bytes, bytes]) -> str | None:
     return token.decode() if _TOKEN.fullmatch(token) else None
 
 
+def hops_of(fields: Mapping[bytes, bytes]) -> int:
+    """How often ranks have passed the job on, unbegun (pool/store/sharing.py)."""
+    hops = fields.get(b"hops", b"0")
+    return int(hops) if len(hops) < 4 and hops.isdigit() else 0
+
+
 def drop(client: Client, keys: ModelKeys, entries: Sequence[bytes]) -> None:
     """Remove entries that name no job, here and from the pending list. Says how many, and nothing of what they hold."""
     if entries:

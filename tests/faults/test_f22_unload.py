@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 
 ROUNDS = int(os.environ.get("UNLOADS", "4"))
 RUNNING = WAITING = 50
-TEXTS = 95
+TEXTS = 60
 
 
 def ask(system: System, what: str, *, model: str = SCRIPTED, status: int = 0, **body: Any) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_f22_unload_with_fifty_running_and_fifty_waiting(start_system: StartSyst
     assert ask(system, "unload", status=202)["changed"] is True
     assert ask(system, "load", status=202)["wanted"] == "loaded"
     for job in begun:
-        record = system.ended(job)
+        record = system.ended(job, timeout_s=60)
         assert (record.state, record.outputs[0].text) == ("completed", "ab" * TEXTS)
     becomes(system, "loaded")
     wait_until(lambda: {rank.pid for rank in system.ranks()} == pids, description="both workers to serve again")

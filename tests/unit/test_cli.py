@@ -315,6 +315,44 @@ def test_a_worker_starts_with_one_blas_thread() -> None:
     assert set(launch.worker_child(settings_of(), SHIPPED).env.values()) == {"1"}
 
 
+def test_a_model_has_as_many_workers_as_replicas_each_on_its_device() -> None:
+    """Names of their own for children and Celery nodes; devices in turn, in the child's environment; none for a model
+    that others serve. What the model hands back is told once."""
+    toml = '[models.{}]\nreplicas = 3\ndevice = "0,1;GPU-8a"\n[models.far]\nsource = "random:1"\nreplicas = 0'
+    plan = launch.stages(settings_of(toml.format(SHIPPED)), server=None, port=8000, flower_port=5555)
+    workers = plan[1]
+    assert [child.name for child in workers] == [f"worker {SHIPPED}", f"worker {SHIPPED} 2", f"worker {SHIPPED} 3"]
+    assert [child.argv[child.argv.index("-n") + 1] for child in workers] == [
+        f"{SHIPPED}@%h",
+        f"{SHIPPED}-2@%h",
+        f"{SHIPPED}-3@%h",
+    ]
+    assert [child.env[launch.DEVICES_VARIABLE] for child in workers] == ["0,1", "GPU-8a", "0,1"]
+    assert [child.parting is not None for child in workers] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"), [([], "0,1"), (["--device", "3"], "3"), (["--device", "MIG-1/2/0"], "MIG-1/2/0")]
+)
+def test_a_worker_sees_its_device_from_its_first_moment(
+    given: list[str], seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The option comes before the catalogue, and both before what the environment said."""
+    settings_of('[models.tiny]\nsource = "random:1"\ndevice = "0,1;2"')
+    monkeypatch.setenv(launch.DEVICES_VARIABLE, "7")
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda _path, _argv, environment: started.append(environment))
+    run("worker", "tiny", *given)
+    assert started[0][launch.DEVICES_VARIABLE] == seen
+
+
+@pytest.mark.parametrize("device", ["0;1", "0,", " ", "$(x)"])
+def test_a_device_that_is_none_is_refused(device: str) -> None:
+    """Named, before anything starts."""
+    settings_of('[models.tiny]\nsource = "random:1"')
+    assert "names no device" in run("worker", "tiny", "--device", device).output
+
+
 def test_a_worker_may_drain_before_it_is_killed() -> None:
     """The supervisor's patience is longer than the drain grace."""
     settings = settings_of("[worker]\ndrain_grace_seconds = 100")

@@ -349,6 +349,52 @@ class Diagnostics(Answer):
     models: list[ModelDiagnostics]
 
 
+class RankRow(Answer):
+    """A replica as of its last heartbeat; counts are of generations, each choice of a job one."""
+
+    rank: str
+    host: str
+    pid: int
+    state: Literal["loading", "loaded", "draining", "waiting", "unloaded", "failed", "stopped"]
+    queue_depth: int
+    runtime_inflight: int
+    configured_target_inflight: int
+    effective_target_inflight: int
+    device: str
+    last_error: str | None
+
+
+class ModelRow(Answer):
+    """A model of the catalogue; counts are of jobs, the first two targets sums over its loaded replicas."""
+
+    id: str
+    object: Literal["model"]
+    backend: str
+    enabled: bool
+    state: Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+    accepting_new_requests: bool
+    queue_depth: int
+    oldest_queued_seconds: float
+    runtime_inflight: int
+    configured_target_inflight: int
+    effective_target_inflight: int
+    loaded_replicas: int
+    loading_replicas: int
+    target_inflight: int
+    replicas: int
+    replica_max: int
+    device: str
+    last_error: str | None
+    ranks: list[RankRow] | None = None
+
+
+class ModelRows(Answer):
+    """All models of the catalogue, disabled ones included."""
+
+    object: Literal["list"]
+    data: list[ModelRow]
+
+
 class Health(Answer):
     """Alive, or ready; then with each model's state."""
 

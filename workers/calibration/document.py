@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from pool.errors import InvalidRequest
 from pool.program_settings import DecodeThroughputModel, PrefillCostModel
-from pool.settings import Section
+from pool.sections import Section
 from workers.calibration.fit import Fit
 from workers.calibration.results import DECODE, MISS, PREFILL, Calibration
 
