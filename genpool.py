@@ -1,4 +1,4 @@
-"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | queues | programs |
+"""The command line: `genpool up | api | worker | generate | submit | status | cancel | tail | queues | programs |
 dead-letters | check | doctor | sweep | calibrate | config | models | keys`.
 
 Each command checks the settings, then hands over to the layer that does the work. Deliberate errors end as one line on
@@ -111,6 +111,16 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
         if server is not None:
             server.release()
     sys.exit(code)
+
+
+@cli.command()
+def api() -> None:
+    """Run the API alone, at server.host and server.port: for service managers and containers, beside workers and a
+    state server that run elsewhere."""
+    settings = load_settings()
+    check_exposed(settings.server.host, keyed=KeyRing(settings).required)
+    state_url(settings)  # a password's file that cannot be read is said here, in one line
+    launch.exec_api()
 
 
 @cli.command()

@@ -54,7 +54,7 @@ class Stack:
     def vocabulary_size(self) -> int:
         """Tokens of the model; only once it is ready."""
         known = self._services.cards.get(MODEL)
-        assert known is not None
+        assert known is not None and known[1] is not None
         return known[1].size
 
     def streams(self, wanted: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:

@@ -216,7 +216,7 @@ def _await(config: Path, parts: Sequence[Worker], models: Sequence[str]) -> Voca
 
         wait_for(ready, what="the workers to load their models", timeout_s=START_S * 5, every_s=0.2)
         known = services.cards.get(models[0])
-        assert known is not None
+        assert known is not None and known[1] is not None
         return known[1]
     finally:
         services.close()

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from pool.backend_settings import BackendSettings
 from pool.replica_settings import ReplicaSettings
 from pool.sections import Section
 
@@ -137,19 +138,9 @@ class LimitSettings(Section):
 ModelName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
 
 
-class ModelSettings(ReplicaSettings):
+class ModelSettings(BackendSettings, ReplicaSettings):
     """`[models.NAME]`: one catalogue entry."""
 
-    backend: Literal["numpy", "llama_cpp"] = Field(
-        default="numpy",
-        description="The engine that runs the model. `llama_cpp` needs the extra `llama` (`make llama`).",
-    )
-    source: str = Field(
-        description="Where the weights come from: `smollm2-135m-instruct` (fetched into the model cache), "
-        "`smollm2-135m-instruct:q4_0` (made of it, also `q4_1` and `q8_0`; needs the extra `llama`), "
-        "`random:SEED` (a tiny model generated in code, for tests), or the path of a GGUF file.",
-        min_length=1,
-    )
     enabled: bool = Field(
         default=True,
         description="Whether the model accepts requests. Jobs of a disabled one end by their time limits; after one "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 import tomllib
 import types
 import typing
@@ -20,6 +21,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from pool.backend_settings import MISSING
 from pool.errors import ConfigurationError
 from pool.program_settings import OLDER_NAMES, ProgramSettings
 from pool.sections import Section
@@ -33,6 +35,7 @@ from pool.settings import (
 from pool.state_settings import StateSettings, names_cluster
 from pool.store.server import socket_url
 from pool.store.server_binary import BINARY_VARIABLE
+from tasks.passwords import with_password
 from tasks.urls import celery_form, masked, redis_form
 
 PREFIX = "GENPOOL_"
@@ -205,8 +208,12 @@ def model_cache() -> Path:
 
 
 def state_url(settings: Settings) -> str:
-    """The state server's URL in redis-py's form: `state.url`, or the embedded server's socket."""
-    return redis_form(settings.state.url) if settings.state.url else socket_url(state_folder(settings))
+    """The state server's URL in redis-py's form: `state.url`, or the embedded server's socket.
+
+    Raises ConfigurationError when `state.password_file` cannot be read, or has nowhere to go.
+    """
+    url = redis_form(settings.state.url) if settings.state.url else socket_url(state_folder(settings))
+    return with_password(url, settings.state.password_file) if settings.state.password_file else url
 
 
 def broker_url(settings: Settings) -> str:
@@ -368,9 +375,19 @@ def _typed(text: str, annotation: Any) -> Any:
         return text.lower() in {"true", "1", "yes", "on"}
     if annotation in (int, float) and re.fullmatch(r"[+-]?[0-9]+", text):
         return int(text)
+    if typing.get_origin(annotation) is tuple:
+        return _words(text)
     if annotation is float and re.fullmatch(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)([eE][+-]?[0-9]+)?", text):
         return float(text)
     return text
+
+
+def _words(text: str) -> Any:
+    """A list, as a shell would read it."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return text
 
 
 # --- errors
@@ -387,13 +404,15 @@ def _location(detail: ErrorDetails) -> FieldPath:
 def _explain(detail: ErrorDetails, found: Mapping[FieldPath, str]) -> str:
     """One problem in one line: field, value, origin, limit."""
     path = _location(detail)
+    if detail["type"] == MISSING:
+        path = (*path, *detail["ctx"]["field"].split("."))
     where = sorted(
         {origin for field, origin in found.items() if field[: len(path)] == path or path[: len(field)] == field}
     )
     origin = f" (from {', '.join(where)})" if where else ""
     if detail["type"] == "extra_forbidden":
         return f"{dotted(path)}{origin} is no setting.{_suggestion(path[-1], _siblings(path))}"
-    if detail["type"] == "missing":
+    if detail["type"] in ("missing", MISSING):
         return f"{dotted(path)}{_origin_of_table(path, found)} is required.{_suggestion_of_model(path)}"
     if detail["loc"][-1] == "[key]":
         return (

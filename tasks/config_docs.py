@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pool.backend_settings import UpstreamSettings
 from pool.program_settings import ProgramModelSettings, ProgramSettings
 from pool.sections import Section
 from pool.settings import ModelSettings
@@ -39,6 +40,11 @@ Capacity and cost models belong to a model on a kind of machine, so they may dif
 (`GENPOOL_PROGRAMS__MODELS__NAME__PREFILL_COST_MODEL__INTERCEPT_SECONDS`).
 """
 
+_UPSTREAM = """\
+The server of a model that no engine in the worker runs: [backends.md](backends.md). A variable holds a list as words,
+separated and quoted as in a shell (`GENPOOL_MODELS__BIG__UPSTREAM__BASE_URLS="http://a:8000/v1 http://b:8000/v1"`).
+"""
+
 _MODELS = """\
 Shipped models are merged with the file by name: an entry may change single fields, or switch a model off with
 `enabled = false`. A name that holds a dot is quoted in TOML: `[models."my-model-1.5"]`.
@@ -56,14 +62,22 @@ def markdown() -> str:
         parts += [f"## `[{name}]`\n", *_about(section), _table(section, (name,))]
         for path, inner in inner_sections(section, (name,)):
             parts += [f"### `[{dotted(path)}]`\n", *_about(inner), _table(inner, path)]
-    parts += ["## `[models.NAME]`\n", _MODELS, _table(ModelSettings, ("models", "NAME")), _shipped()]
+    model = ("models", "NAME")
+    parts += ["## `[models.NAME]`\n", _MODELS, _table(ModelSettings, model)]
+    for path, inner in inner_sections(ModelSettings, model):
+        parts += [f"### `[{dotted(path)}]`\n", *_about(inner), _table(inner, path)]
+    parts.append(_shipped())
     parts += ["## Other variables\n", _other_variables()]
     return "\n".join(parts)
 
 
 def _about(section: type[Section]) -> list[str]:
     """What to know before a section's table."""
-    about: dict[type[Section], str] = {ProgramSettings: _PROGRAMS, ProgramModelSettings: _MODEL_PROGRAMS}
+    about: dict[type[Section], str] = {
+        ProgramSettings: _PROGRAMS,
+        ProgramModelSettings: _MODEL_PROGRAMS,
+        UpstreamSettings: _UPSTREAM,
+    }
     return [about[section]] if section in about else []
 
 
@@ -90,9 +104,13 @@ def _values(schema: Mapping[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
         return f"`{schema['const']}`"
-    kind = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`"}[
-        schema["type"]
-    ]
+    kind = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "boolean": "`true`, `false`",
+        "array": "list of texts",
+    }[schema["type"]]
     bounds = [
         f"{sign} {_plain(schema[key])}"
         for key, sign in {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}.items()
@@ -107,6 +125,8 @@ def _plain(value: Any) -> str:
         return "unset"
     if isinstance(value, bool | str):
         return "empty" if value == "" else f"`{json.dumps(value)}`"
+    if isinstance(value, list):
+        return f"`{json.dumps(value)}`" if value else "empty"
     if float(value).is_integer():
         return f"{int(value):_}" if abs(value) >= 10_000 else f"{int(value)}"
     return f"{value}"

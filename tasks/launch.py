@@ -160,12 +160,17 @@ def state_child(server: StateServer) -> Child:
     )
 
 
+def api_argv() -> list[str]:
+    """The gunicorn command that serves the web application; where it listens is the settings' say."""
+    return [sys.executable, "-m", "gunicorn", "-c", "python:webapp.gunicorn_conf", "webapp.app:create_app()"]
+
+
 def api_child(settings: Settings, port: int) -> Child:
     """gunicorn with the web application; ready when `/readyz` answers 200."""
     host = settings.server.host
     return Child(
         name="api",
-        argv=[sys.executable, "-m", "gunicorn", "-c", "python:webapp.gunicorn_conf", "webapp.app:create_app()"],
+        argv=api_argv(),
         env={"GENPOOL_SERVER__PORT": str(port), "PROMETHEUS_MULTIPROC_DIR": str(_metrics_folder(settings, port))},
         ready=lambda: is_ready(host, port),
         stop_grace_s=API_GRACE_S,
@@ -254,3 +259,8 @@ def exec_worker(model: str, *, concurrency: int | None, name: str | None, device
     """Become the worker of `model` on this device ("": whatever it finds). Does not return."""
     environment: Mapping[str, str] = {**os.environ, **WORKER_ENV, **device_env(device)}
     os.execve(sys.executable, worker_argv(model, concurrency=concurrency, name=name), environment)
+
+
+def exec_api() -> None:
+    """Become the API. Does not return."""
+    os.execv(sys.executable, api_argv())

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pool.store.log import TokenLogprobs
-from tasks.payloads import Sampling
+from tasks.payloads import Prompt, Sampling
 from tasks.vocabulary import Vocabulary
 
 TokenIds = npt.NDArray[np.int32]
@@ -239,6 +239,9 @@ class Generation:
     it is, the scope of its KV; `holder`: for whom its KV is kept after its end ("": for nobody); `replay`: for
     each of the `n` choices the token ids already logged by earlier attempts, which are forced, never drawn again;
     `max_tokens`: output tokens a choice may have, logged ones included.
+
+    `given`: the prompt as the caller gave it, where whoever runs the model tokenizes; then `prompt` is empty, and
+    `max_tokens` 0 where the caller named no limit.
     """
 
     job: str
@@ -251,6 +254,11 @@ class Generation:
     tenant: str = ""
     holder: str = ""
     replay: tuple[tuple[int, ...], ...] = ()
+    given: Prompt | None = None
+
+
+#: Stands in a token log for a piece of text whose tokens nobody told: no vocabulary has this id.
+UNTOLD = 2**32 - 1
 
 
 @dataclass(slots=True)
@@ -299,7 +307,15 @@ class Failed:
     message: str
 
 
-Event = Tokens | Finished | Failed
+@dataclass(slots=True)
+class GivenBack:
+    """The job cannot go on here, through no fault of its own: it goes back to the queue, with what it has logged."""
+
+    job: str
+    attempt: int
+
+
+Event = Tokens | Finished | Failed | GivenBack
 
 #: How a job counts that is stopped from outside.
 Stopped = Literal["cancelled", "failed"]
@@ -338,7 +354,17 @@ class Runner(Protocol):
         deadlines and lost leases. False: no such live job. Idempotent."""
         ...
 
-    def capacity(self) -> RunnerCapacity: ...
+    def capacity(self) -> RunnerCapacity:
+        """`effective` 0: it takes nothing now."""
+        ...
+
+    def effective_limit(self) -> int:
+        """Generations in flight at most, of what it was told and what it can honestly do."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        ...
 
     def set_limit(self, limit: int) -> None:
         """Generations in flight at most from now on (>= 1); running ones finish."""

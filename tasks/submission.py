@@ -24,6 +24,8 @@ from tasks.config import Settings
 from tasks.payloads import MAX_SEED, GenerationOptions, GenerationRequest, Prompt, Sampling
 from tasks.vocabulary import Vocabulary
 
+#: Each option at the value that asks for nothing.
+NEUTRAL = Sampling()
 #: How long a cached card is used before the registry is asked whether it changed.
 CARD_FRESH_S = 5.0
 
@@ -31,7 +33,7 @@ CARD_FRESH_S = 5.0
 @dataclass(frozen=True, slots=True)
 class _Held:
     card: Card
-    vocabulary: Vocabulary
+    vocabulary: Vocabulary | None
     checked_at_s: float
 
 
@@ -44,8 +46,8 @@ class Cards:
         self._held: dict[str, _Held] = {}
         self._lock = Lock()
 
-    def get(self, model: str) -> tuple[Card, Vocabulary] | None:
-        """The model's card and vocabulary; None while no worker has ever loaded the model."""
+    def get(self, model: str) -> tuple[Card, Vocabulary | None] | None:
+        """The model's card, and its vocabulary where it has one; None while no worker has ever loaded the model."""
         held = self._held.get(model)
         now_s = self._clock()
         if held is not None and now_s - held.checked_at_s < CARD_FRESH_S:
@@ -58,7 +60,7 @@ class Cards:
             card = registry.card()
             if card is None:
                 return None
-            vocabulary = Vocabulary.from_blob(card.vocabulary)
+            vocabulary = Vocabulary.from_blob(card.vocabulary) if card.vocabulary else None
             self._held[model] = _Held(card, vocabulary, now_s)
             return card, vocabulary
 
@@ -98,13 +100,19 @@ def fit(options: GenerationOptions, card: Card, prompt_tokens: int) -> int:
     return wanted
 
 
-def check_sampling(sampling: Sampling, card: Card, vocabulary: Vocabulary) -> None:
+def check_sampling(model: str, sampling: Sampling, card: Card, vocabulary: Vocabulary | None) -> None:
     """Refuse what the model's engine lacks (`unsupported_parameter`) and token ids that it does not have, at the door
-    and in a worker alike. Raises InvalidRequest naming the option, the id and the limit."""
+    and in a worker alike. Raises InvalidRequest naming the option, the model, the id and the limit."""
+    engine = f"the engine of model {model}" + (f" ({card.backend})" if card.backend else "")
     if sampling.logprobs and not card.logprobs:
-        raise _lacking("logprobs", "gives no log-probabilities")
+        raise _lacking("logprobs", f"{engine} gives no log-probabilities")
     if sampling.seed is not None and not card.seed:
-        raise _lacking("seed", "cannot repeat a generation")
+        raise _lacking("seed", f"{engine} cannot repeat a generation")
+    for name in card.lacks:
+        if getattr(sampling, name, None) != getattr(NEUTRAL, name, None):
+            raise _lacking(name, f"{engine} has no such option")
+    if vocabulary is None:
+        return
     for name, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
         for token_id in ids:
             if token_id >= vocabulary.size:
@@ -116,7 +124,7 @@ def check_sampling(sampling: Sampling, card: Card, vocabulary: Vocabulary) -> No
 
 
 def _lacking(name: str, what: str) -> InvalidRequest:
-    message = f"{name} is not supported: this model's engine {what}."
+    message = f"{name} is not supported: {what}."
     return InvalidRequest(message, param=name, code="unsupported_parameter")
 
 
@@ -142,7 +150,8 @@ class Submitter:
         """Everything but the storing: raises UnknownModel, InvalidRequest or ContextTooLong.
 
         `record` holds further NewJob fields (params, watch, background, ...); `token` a fixed id (32 hex digits).
-        Without a card (no worker yet) the prompt is measured by the worker before it runs.
+        Without a card (no worker yet) the prompt is measured by the worker before it runs; without a vocabulary by the
+        server that runs the model.
         """
         if request.model not in self.models():
             raise UnknownModel("No model of this name is served here.", param="model")
@@ -150,10 +159,11 @@ class Submitter:
         known = self.cards.get(request.model)
         if known is not None:
             card, vocabulary = known
-            check_sampling(request.sampling, card, vocabulary)
-            ids = tokenize(request.prompt, card, vocabulary)
-            request = request.model_copy(update={"max_tokens": fit(request, card, len(ids))})
-            record |= {"prompt": pack_ids(ids), "prompt_tokens": len(ids)}
+            check_sampling(request.model, request.sampling, card, vocabulary)
+            if vocabulary is not None:
+                ids = tokenize(request.prompt, card, vocabulary)
+                request = request.model_copy(update={"max_tokens": fit(request, card, len(ids))})
+                record |= {"prompt": pack_ids(ids), "prompt_tokens": len(ids)}
         ref: JobRef = new_ref(door, request.model, token=record.pop("token", None))
         if self._all_results:
             record["celery"] = True

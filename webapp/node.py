@@ -103,7 +103,7 @@ class Node:
 
         def vocabulary() -> Vocabulary:
             known = self.services.submitter.cards.get(model)
-            if known is None:
+            if known is None or known[1] is None:
                 raise StateUnavailable("The model's vocabulary is not there; a worker brings it back.")
             return known[1]
 

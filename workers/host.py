@@ -21,6 +21,7 @@ from tasks.maintenance import Maintenance
 from tasks.program_log import set_log_level
 from tasks.results import outbox_chore
 from tasks.services import Services
+from workers.backends import parts_of
 from workers.station import Station
 from workers.trials import TrialGate
 from workers.visible import Visible, given_up_chore
@@ -28,6 +29,8 @@ from workers.visible import Visible, given_up_chore
 log = logging.getLogger("genpool.host")
 
 FOLLOW_S = 0.5
+
+RankKey = tuple[str, int]
 
 
 class Host:
@@ -38,9 +41,10 @@ class Host:
         self._services = services
         self._settings: Settings = services.settings
         self._limit = limit
-        self._ranks: dict[str, Station] = {}
+        #: By model and part: of a model whose servers offer several ranks, this process has as many.
+        self._ranks: dict[RankKey, Station] = {}
         #: Ranks whose queue is no longer consumed, with the thread that drains each.
-        self._leaving: dict[str, tuple[Station, threading.Thread]] = {}
+        self._leaving: dict[RankKey, tuple[Station, threading.Thread]] = {}
         self._gate = TrialGate()
         self._visible = Visible(worker)
         # Disabled ones too: what they hold must end.
@@ -99,9 +103,9 @@ class Host:
         return [{name: fact for name, fact in rank.facts().items() if name in names} for rank in self._all_ranks()]
 
     def engine(self) -> dict[str, Any]:
-        """What each model's heartbeat tells, as of now. Reads figures that the engine's thread writes, and waits for
-        nothing: a step may hang."""
-        return {rank.model: rank.facts() for rank in self._all_ranks()}
+        """What each rank's heartbeat tells, as of now, by model (`MODEL/1`: its second rank here). Reads figures that
+        the engine's thread writes, and waits for nothing: a step may hang."""
+        return {f"{rank.model}/{rank.part}" if rank.part else rank.model: rank.facts() for rank in self._all_ranks()}
 
     def drain(self) -> None:
         """Drain in the background, answering control commands meanwhile, then let the worker exit."""
@@ -166,17 +170,18 @@ class Host:
                 return
             self._stopping.wait(FOLLOW_S)
 
-    def _follow_queues(self, wanted: list[str]) -> None:
-        for model in [model for model, (_, drain) in self._leaving.items() if not drain.is_alive()]:
-            del self._leaving[model]
-        for model in [model for model in self._ranks if model not in wanted]:
+    def _follow_queues(self, models: list[str]) -> None:
+        wanted = [(model, part) for model in models for part in range(parts_of(self._settings.models[model]))]
+        for key in [key for key, (_, drain) in self._leaving.items() if not drain.is_alive()]:
+            del self._leaving[key]
+        for key in [key for key in self._ranks if key not in wanted]:
             # In a thread of its own: it may take for ever, and somebody has to see that.
-            rank = self._ranks[model]
-            self._leaving[model] = (rank, _drain(rank, self._settings.worker.drain_grace_seconds))
-            del self._ranks[model]
-        for model in wanted:
-            if model not in self._ranks and model not in self._leaving and not self._stopping.is_set():
-                self._begin(model)
+            rank = self._ranks[key]
+            self._leaving[key] = (rank, _drain(rank, self._settings.worker.drain_grace_seconds))
+            del self._ranks[key]
+        for key in wanted:
+            if key not in self._ranks and key not in self._leaving and not self._stopping.is_set():
+                self._begin(*key)
 
     def _all_ranks(self) -> list[Station]:
         # A rank that leaves is in both for a moment, and never in none.
@@ -208,12 +213,13 @@ class Host:
             if name in settings.models and settings.models[name].enabled
         ]
 
-    def _begin(self, model: str) -> None:
+    def _begin(self, model: str, part: int) -> None:
         station = Station(
             model,
             self._settings,
             self._worker.hostname,
             self._limit,
+            part=part,
             of_model=lambda: self._settings.models[model],
             gate=self._gate,
             on_begun=self._begun,
@@ -221,7 +227,7 @@ class Host:
             on_failed=self._cannot_serve,
             programs=self._services.programs,
         )
-        self._ranks[model] = station
+        self._ranks[model, part] = station
         station.start()
 
     def _cannot_serve(self, model: str) -> None:

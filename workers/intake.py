@@ -19,7 +19,7 @@ from pool.store.handouts import Entry, Handout
 from pool.store.ranks import Card
 from pool.store.sharing import PAUSE_S, Sharing
 from pool.store.trials import ALL_ALONE, AMONG_OTHERS, AMONG_PROVEN, survived
-from tasks.payloads import PROMPT, GenerationOptions
+from tasks.payloads import PROMPT, GenerationOptions, Prompt, TokenPrompt
 from tasks.ports import Failed, Generation, Runner, TokenIds
 from tasks.submission import check_sampling, fit, tokenize
 from tasks.vocabulary import Vocabulary
@@ -43,6 +43,8 @@ KEEP_LEASES = 0.25
 #: begins beside jobs that have shown tokens, as at its second try: they lose a replay at most.
 PATIENCE_LEASES = 0.1
 
+_NO_TOKENS: TokenIds = np.empty(0, np.int32)
+
 #: Called in the intake's thread for each job it begins.
 OnBegun = Callable[[Handout], None]
 
@@ -62,7 +64,7 @@ class Intake:
         outlet: Outlet,
         *,
         card: Card,
-        vocabulary: Vocabulary,
+        vocabulary: Vocabulary | None,
         gate: TrialGate,
         on_begun: OnBegun,
         sharing: Sharing | None = None,
@@ -299,22 +301,36 @@ class Intake:
         if handout.lost:
             raise GenerationFailed("Its stored input is missing or damaged.", code="input_lost")
         options = GenerationOptions.model_validate_json(handout.options)
-        check_sampling(options.sampling, self._card, self._vocabulary)
-        ids = np.frombuffer(handout.prompt, dtype="<i4") if handout.prompt else self._tokenized(handout)
+        check_sampling(self._delivery.model, options.sampling, self._card, self._vocabulary)
         placement = handout.lease.placement
-        return Generation(
+        generation = Generation(
             job=handout.lease.token,
             attempt=handout.lease.attempt,
-            prompt=ids,
+            prompt=_NO_TOKENS,
             sampling=options.sampling,
-            max_tokens=fit(options, self._card, len(ids)),
+            max_tokens=options.max_tokens or 0,
             seed=handout.seed,
             n=handout.n,
             tenant=handout.tenant,
             holder="" if placement is None else placement.program,
             replay=handout.replay,
         )
+        if self._vocabulary is None:
+            generation.given = _prompt_of(handout)
+        else:
+            ids = np.frombuffer(handout.prompt, dtype="<i4") if handout.prompt else self._tokenized(handout)
+            generation.prompt, generation.max_tokens = ids, fit(options, self._card, len(ids))
+        return generation
 
     def _tokenized(self, handout: Handout) -> TokenIds:
+        assert self._vocabulary is not None
         prompt = PROMPT.validate_json(handout.input)
         return np.array(tokenize(prompt, self._card, self._vocabulary), dtype=np.int32)
+
+
+def _prompt_of(handout: Handout) -> Prompt:
+    """The prompt of a job that nobody here tokenizes. One that was tokenized at the door, when the model had another
+    backend, goes on as those tokens."""
+    if handout.prompt:
+        return TokenPrompt(token_ids=tuple(np.frombuffer(handout.prompt, dtype="<i4").tolist()))
+    return PROMPT.validate_json(handout.input)

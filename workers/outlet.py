@@ -29,7 +29,7 @@ from pool.store.placements import Outcome
 from pool.store.records import Output
 from pool.store.sharing import Sharing
 from pool.store.trials import survived
-from tasks.ports import Event, Finished, Runner, Stopped, Tokens
+from tasks.ports import Event, Finished, GivenBack, Runner, Stopped, Tokens
 from workers.bell import Bell
 
 log = logging.getLogger("genpool.outlet")
@@ -324,6 +324,10 @@ class Outlet:
             elif isinstance(event, Finished):
                 held.ending = _ending(event, self._engine)
                 held.ending.outcome = self._outcome_of(held.handout, event)
+            elif isinstance(event, GivenBack):
+                # What is not stored yet nobody has seen.
+                self._returned.append(held.lease)
+                self._leave(held, jobs.QUEUED, None)
             else:
                 held.ending = failed(event.code, event.message)
 

@@ -1,12 +1,13 @@
-"""What a rank's engine holds of Programs: the one place that asks the loop, and tells it what shall leave."""
+"""What a rank's engine holds of Programs: the one place that asks the runner, and tells it what shall leave."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
+from pool.store.program_views import Snapshot
 from tasks.program_log import tell
 from workers.hints import HintAnswer, HintOutcome
 from workers.loop import BatchingLoop
@@ -23,6 +24,8 @@ class Resident:
     offloaded: frozenset[str]
     waiting: int
     running: int
+    #: All tokens that Programs have in the engine, None where it does not tell.
+    held: int | None
 
     @property
     def programs(self) -> list[str]:
@@ -30,20 +33,38 @@ class Resident:
         return list(dict.fromkeys([*self.tokens, *self.offloaded]))
 
 
+OnPause = Literal["drop", "offload"]
+
+
+class Residence(Protocol):
+    """What a rank's seat asks of whatever runs its model. Called in the seat's thread."""
+
+    def look(self, sent: int, seen: Snapshot | None) -> Resident:
+        """`sent`: jobs in the rank's stream a moment ago; `seen`: the rank as it was read then, None where nothing of
+        Programs is there."""
+        ...
+
+    def pause(self, program: str) -> None:
+        """The Program has no place here, and may come back."""
+        ...
+
+    def drop(self, program: str) -> None:
+        """Nothing shall be kept of this Program any more."""
+        ...
+
+
 class ProgramResidence:
-    """Called in the seat's thread; the loop answers by mail, and by what it published last. `held`: the jobs that the
+    """Of an engine in this process: the loop answers by mail, and by what it published last. `held`: the jobs that the
     rank holds; `on_pause`: what becomes of a paused Program's KV."""
 
-    def __init__(
-        self, loop: BatchingLoop, held: Callable[[], Sequence[Held]], *, on_pause: Literal["drop", "offload"] = "drop"
-    ) -> None:
+    def __init__(self, loop: BatchingLoop, held: Callable[[], Sequence[Held]], *, on_pause: OnPause = "drop") -> None:
         self._loop = loop
         self._held = held
         self._on_pause = on_pause
         #: Whose KV could not be moved out of the engine.
         self._stuck: set[str] = set()
 
-    def look(self, sent: int) -> Resident:
+    def look(self, sent: int, seen: Snapshot | None = None) -> Resident:  # noqa: ARG002 - the engine knows it all
         """`sent`: jobs in the rank's stream a moment ago. What is not yet begun of them waits for the engine, unless
         there is room: then it is about to begin. So is what the loop was given since its last turn. Who waits shuts the
         rank for a whole interval, and may send Programs elsewhere."""
@@ -58,6 +79,7 @@ class ProgramResidence:
             offloaded=offloaded,
             waiting=self._loop.waiting() + (max(unread, 0) if full else 0),
             running=int(figures["active_sessions"]),
+            held=sum(tokens.values()),
         )
 
     def pause(self, program: str) -> None:

@@ -24,7 +24,7 @@ from tasks.program_log import Teller, tell
 from tasks.programs import Programs
 from workers.outlet import STATE_ERRORS
 from workers.program_outcomes import Background, Completed, outcome_of, tell_dispatch, tell_end
-from workers.program_residence import ProgramResidence, Resident
+from workers.program_residence import Residence, Resident
 
 #: After a failed round trip.
 RETRY_S = 0.3
@@ -39,7 +39,7 @@ class ProgramSeat:
         programs: Programs,
         settings: ProgramSettings,
         delivery: RankDelivery,
-        residence: ProgramResidence,
+        residence: Residence,
         *,
         registered: Callable[[], bool],
         keep_s: float,
@@ -167,7 +167,7 @@ class ProgramSeat:
         if stands.incarnation != self._incarnation:
             self._delivery.seated = self._registered()
             if not self._delivery.seated:
-                for program in self._residence.look(0).programs:
+                for program in self._residence.look(0, None).programs:
                     self._residence.drop(program)
                 return False
             tell(logging.WARNING, "program_seat_retaken", model=self._model, rank=self._rank)
@@ -186,14 +186,14 @@ class ProgramSeat:
         """Tell what the engine holds of Programs, and have go what it holds of those that have no place here. So no
         command to drop can get lost: whatever nobody knows any more is found again each time."""
         seen = self._see() if stands.is_busy else None
-        resident = self._residence.look(stands.sent)
+        resident = self._residence.look(stands.sent, seen)
         self._busy = stands.is_busy or bool(resident.tokens)
         if seen is not None:
             look = Look(
                 began_ms=seen.now_ms,
                 rank_set=seen.rank_set,
                 moved_tokens=seen.moved_tokens,
-                tokens=sum(resident.tokens.values()),
+                tokens=resident.held,
                 waiting=resident.waiting,
                 running=resident.running,
                 gone=tuple(stands.leaving.keys() - resident.tokens.keys()),

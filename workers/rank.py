@@ -1,8 +1,8 @@
 """A rank that serves: one loaded copy of a model in this process, from its load until it is freed.
 
-Threads: the engine's (batching loop), the intake's (blocking reads), the outlet's (writes, leases), and where Programs
-are scheduled the seat's (workers/program_seat.py). Its place in the registry is older, and may outlive it
-(workers/station.py).
+Threads: the runner's (of an engine, the batching loop), the intake's (blocking reads), the outlet's (writes, leases),
+and where Programs are scheduled the seat's (workers/program_seat.py). Its place in the registry is older, and may
+outlive it (workers/station.py).
 """
 
 from __future__ import annotations
@@ -13,37 +13,28 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from threadpoolctl import threadpool_limits
-
 from pool.errors import GenpoolError
-from pool.rules.admission import Budgets
 from pool.rules.model_states import DRAINING, LOADED, LOADING, STOPPED
 from pool.rules.programs.facts import PauseReason
-from pool.rules.programs.ttl import prefill_seconds
 from pool.settings import ModelSettings
 from pool.store.connection import connect
 from pool.store.delivery import Delivery
 from pool.store.handouts import Ending, Handout
 from pool.store.placements import Outcome
 from pool.store.rank_delivery import RankDelivery
-from pool.store.ranks import Card
 from pool.store.sharing import Sharing
-from tasks.config import Settings, offload_folder, state_url
-from tasks.ports import Engine, Finished
+from tasks.config import Settings, state_url
+from tasks.ports import Finished
 from tasks.programs import Programs
-from workers.engines import load_engine
+from workers.backends import open_backend
+from workers.backends.served import Served
 from workers.intake import Intake, reading_client
-from workers.loop import BatchingLoop
-from workers.offload import OffloadBudget
 from workers.outlet import Outlet
-from workers.program_residence import ProgramResidence
 from workers.program_seat import ProgramSeat
 from workers.registrar import Registrar
 from workers.trials import TrialGate
-from workers.weights import ensure_weights
 
 log = logging.getLogger("genpool.rank")
 
@@ -59,7 +50,8 @@ class NotWanted(GenpoolError):
 
 class Rank:
     """Loads `model` and serves it until drained. `of_model`: the model's settings; `registrar`: of its place, where it
-    is registered; `limit`: generations in flight; `gate`: shared with the process's other ranks."""
+    is registered; `limit`: generations in flight; `part`: which of the model's ranks in this process; `gate`: shared
+    with its other ranks."""
 
     def __init__(
         self,
@@ -69,12 +61,14 @@ class Rank:
         registrar: Registrar,
         limit: int,
         *,
+        part: int = 0,
         gate: TrialGate,
         on_begun: OnBegun,
         on_left: OnLeft,
         programs: Programs | None = None,
     ) -> None:
         self.model = model
+        self._part = part
         self.state = LOADING
         self._settings = settings
         self._model_settings = of_model
@@ -85,7 +79,7 @@ class Rank:
         self._on_begun = on_begun
         self._on_left = on_left
         self._programs = programs
-        self._engine: Engine | None = None
+        self._served: Served | None = None
         self._delivery: Delivery | None = None
         self._seat: ProgramSeat | None = None
         url = state_url(settings)
@@ -104,22 +98,22 @@ class Rank:
         """Load the model and begin to serve; blocks while loading. What it raises leaves nothing behind: NotWanted
         where `is_wanted` says so once the model is loaded, and whatever a load may raise."""
         try:
-            self._engine = self._load()
+            served = self._served = self._load(is_wanted)
             if not is_wanted():
                 raise NotWanted(f"{self.model} is not wanted any more.")
-            self._open(self._engine)
+            self._open(served)
         except BaseException:
             self._abandon()
             raise
         self.state = LOADED
-        log.info("%s: serving as %s, %d generations at once", self.model, self._id, self._loop.effective_limit())
+        log.info("%s: serving as %s, %d generations at once", self.model, self._id, self._runner.effective_limit())
 
     def _abandon(self) -> None:
         """Free what was there before something failed. No job was begun: reading comes last."""
         if self._seat is not None:
             self._seat.stop()
         if hasattr(self, "_outlet"):
-            self._loop.stop()
+            self._runner.stop()
             self._outlet.stop()
             self._gate.part(self._outlet)
         self._close()
@@ -131,75 +125,53 @@ class Rank:
             client.connection_pool.disconnect()
         if self._delivery is not None:
             self._delivery.close()
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        if self._served is not None:
+            self._served.close()
+            self._served = None
 
-    def _load(self) -> Engine:
-        model = self._model_settings
-        # The engine has threads of its own; BLAS's would spin beside them.
-        threadpool_limits(limits=1, user_api="blas")
+    def _load(self, is_wanted: Callable[[], bool]) -> Served:
         started = time.monotonic()
-        weights = None if model.source.startswith("random:") else ensure_weights(model.source)
-        engine = load_engine(self.model, model, weights=weights)
+        try:
+            served = open_backend(self.model, self._model_settings, self._settings, self._limit, self._part, is_wanted)
+        except GenpoolError as error:
+            if is_wanted():
+                raise
+            raise NotWanted(f"{self.model} is not wanted any more.") from error
         log.info("%s: loaded in %.1f s", self.model, time.monotonic() - started)
         _tune_interpreter()
-        return engine
+        return served
 
-    def _open(self, engine: Engine) -> None:
-        model = self._model_settings
-        able = engine.capability()
-        card = self._card = Card(
-            context_length=engine.context_length,
-            max_positions=min(able.max_positions, engine.kv_usage().total),
-            fingerprint=engine.fingerprint(),
-            vocabulary=engine.vocabulary.to_blob(),
-            logprobs=able.logprobs,
-            seed=able.seed,
-        )
-        offload = OffloadBudget(
-            model.offload_memory_bytes,
-            model.offload_disk_bytes,
-            offload_folder(self._settings),
-            self._settings.programs.paused_retention_ttl_seconds,
-        )
-        self._loop = BatchingLoop(
-            engine,
-            Budgets.of(model),
-            self._limit,
-            reuse=model.prefix_reuse,
-            target_step_s=model.target_step_seconds,
-            offload=offload,
-            prefill_seconds=partial(prefill_seconds, self._settings.programs.of_model(self.model).prefill_cost_model),
-        )
+    def _open(self, served: Served) -> None:
+        card = served.card
+        self._runner = served.runner
         self._sharing = Sharing(self.model, self._id, lambda: self._registrar.wish.ranks > 1)
         delivery = self._delivery = self._deliver()
         delivery.heal()
         self._outlet = Outlet(
             delivery,
-            self._loop,
+            self._runner,
             flush_idle_ms=self._settings.worker.flush_idle_ms,
             renew_ms=round(self._settings.worker.renew_seconds * 1000),
             stall_timeout_s=self._settings.worker.stall_timeout_seconds,
             on_left=self._left,
-            engine=self._card.fingerprint if able.batch_invariant else "",
+            engine=card.fingerprint if served.same_bytes else "",
             outcome_of=self._outcome,
             sharing=self._sharing,
         )
-        self._sit(delivery)
+        self._sit(delivery, served)
         self._intake = Intake(
             delivery,
-            self._loop,
+            self._runner,
             self._outlet,
             card=card,
-            vocabulary=engine.vocabulary,
+            vocabulary=served.vocabulary,
             gate=self._gate,
             on_begun=self._begun,
             sharing=self._sharing,
         )
         self._registrar.registry.publish(card)
         self._registrar.on_hint, self._registrar.card = self._outlet.nudge, card
-        self._loop.start(self._outlet)
+        self._runner.start(self._outlet)
         self._outlet.start()
         if self._seat is not None:
             self._seat.start()
@@ -218,7 +190,7 @@ class Rank:
         }
         return Delivery(**given) if self._programs is None else RankDelivery(**given, incarnation=self._incarnation)
 
-    def _sit(self, delivery: Delivery) -> None:
+    def _sit(self, delivery: Delivery, served: Served) -> None:
         """Take the rank's seat, before anything is read."""
         if self._programs is None or not isinstance(delivery, RankDelivery):
             return
@@ -228,7 +200,7 @@ class Rank:
             self._programs,
             settings,
             delivery,
-            ProgramResidence(self._loop, self._outlet.held, on_pause=settings.on_pause),
+            served.residence(self._outlet.held, settings.on_pause),
             registered=self._registrar.beat,
             keep_s=self._settings.worker.renew_seconds,
         )
@@ -256,18 +228,18 @@ class Rank:
 
     def figures(self) -> dict[str, Any]:
         """Telemetry, JSON-safe; none before the engine is there."""
-        return self._loop.telemetry() if hasattr(self, "_loop") else {}
+        return self._runner.telemetry() if hasattr(self, "_runner") else {}
 
     def resize(self, by: int) -> None:
         """Allow `by` more (or fewer) generations in flight."""
         self._limit = max(1, self._limit + by)
         if self._started:
-            self._loop.set_limit(self._limit)
+            self._runner.set_limit(self._limit)
             self._intake.room()
 
     def broken(self) -> bool:
         """Whether a thread of a serving rank has died: the process must end, so that its leases do."""
-        parts = (self._loop, self._intake, self._outlet, self._seat) if self.state == LOADED else ()
+        parts = (self._runner, self._intake, self._outlet, self._seat) if self.state == LOADED else ()
         return any(not part.is_alive() for part in parts if part is not None)
 
     def stalled(self) -> bool:
@@ -298,7 +270,7 @@ class Rank:
         log.info("%s: draining; %d generations may finish for %g s", self.model, len(self._outlet.held()), grace_s)
         while self._outlet.held() and time.monotonic() < self._drain_until_s:
             time.sleep(0.02)
-        self._loop.stop()
+        self._runner.stop()
         self._outlet.stop()
         # Again, for what the state server was not there to take when reading stopped.
         self._intake.give_back()

@@ -22,6 +22,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from pool.errors import GenpoolError
@@ -50,8 +51,9 @@ _LOADS = threading.Lock()
 
 
 class Station:
-    """`of_model`: the model's settings as they are now; `limit`: generations in flight at most, beside those settings;
-    `on_failed`: the process shall end, because it cannot do what it was started for."""
+    """`part`: which of the model's ranks in this process; `of_model`: its settings as they are now; `limit`:
+    generations in flight at most, beside those settings; `on_failed`: the process shall end, because it cannot do what
+    it was started for."""
 
     def __init__(
         self,
@@ -60,6 +62,7 @@ class Station:
         node: str,
         limit: int | None,
         *,
+        part: int = 0,
         of_model: Callable[[], ModelSettings],
         gate: TrialGate,
         on_begun: OnBegun,
@@ -72,6 +75,7 @@ class Station:
         self._settings = settings
         self._of_model = of_model
         self._limit = limit
+        self.part = part
         self._resized = 0
         self._gate = gate
         self._on_begun = on_begun
@@ -259,13 +263,15 @@ class Station:
             of_model,
             self._registrar,
             max(1, target + self._resized),
+            part=self.part,
             gate=self._gate,
             on_begun=self._on_begun,
             on_left=self._on_left,
             programs=self._programs,
         )
         try:
-            with _LOADS:
+            # A server elsewhere needs no room here, and may be awaited for long.
+            with nullcontext() if of_model.backend == "openai_remote" else _LOADS:
                 rank.start(lambda: self._registrar.wish.loaded and not self._leaving.is_set())
             self._rank = rank
         finally:

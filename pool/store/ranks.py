@@ -23,8 +23,10 @@ from pool.store.scripts import Command, Value, script
 @dataclass(frozen=True, slots=True)
 class Card:
     """A loaded model's facts. `context_length` and `max_positions` (prompt + output that fit one session's KV) are in
-    tokens; `vocabulary` is an opaque blob; equal `fingerprint` means equal output bits. `logprobs`, `seed`: whether its
-    engine gives log-probabilities, and the same tokens for the same seed."""
+    tokens; `vocabulary` is an opaque blob, empty where a server elsewhere tokenizes: then it checks lengths, too, and
+    they are 0 where they are not known. Equal `fingerprint` means equal output bits. `logprobs`, `seed`: whether its
+    engine gives log-probabilities, and the same tokens for the same seed; `lacks`: other options that it has not;
+    `backend`: what runs it, for messages."""
 
     context_length: int
     max_positions: int
@@ -32,6 +34,8 @@ class Card:
     vocabulary: bytes
     logprobs: bool = True
     seed: bool = True
+    lacks: tuple[str, ...] = ()
+    backend: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,8 @@ class RankRegistry:
                 "vocabulary": card.vocabulary,
                 "logprobs": int(card.logprobs),
                 "seed": int(card.seed),
+                "lacks": " ".join(card.lacks),
+                "backend": card.backend,
             },
         )
 
@@ -179,6 +185,8 @@ class RankRegistry:
             # A card without these is of a worker that knows no log-probabilities.
             logprobs=stored.get(b"logprobs") == b"1",
             seed=stored.get(b"seed", b"1") == b"1",
+            lacks=tuple(stored.get(b"lacks", b"").decode().split()),
+            backend=stored.get(b"backend", b"").decode(),
         )
 
 

@@ -33,7 +33,7 @@ from workers.engines.llama_weights import (
 T = TypeVar("T", int, float, str, bool)
 
 #: Tokens that end a turn in the wild, whatever the file's `eos_token_id` says; they count only as control tokens.
-_TURN_ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "</s>")
+TURN_ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "</s>")
 
 _KINDS = {("gpt2", "smollm"): "gpt2-bpe/smollm"}
 
@@ -182,7 +182,7 @@ def _vocabulary_data(metadata: _Metadata) -> VocabularyData:
         )
     tokens = tuple(metadata.array("tokenizer.ggml.tokens"))
     types = tuple(metadata.array("tokenizer.ggml.token_type"))
-    ends = {tokens.index(text) for text in _TURN_ENDS if text in tokens}
+    ends = {tokens.index(text) for text in TURN_ENDS if text in tokens}
     eos_ids = {token_id for token_id in ends if types[token_id] == CONTROL}
     for key in ("eos_token_id", "eot_token_id", "eom_token_id"):
         if f"tokenizer.ggml.{key}" in metadata:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pool.errors import ConfigurationError
 from pool.settings import ModelSettings
+from workers.engines.gguf_file import open_gguf
 from workers.engines.gguf_model import read_vocabulary, sha256
 from workers.engines.llama_cpp_context import SLOT_UNIT, ContextOptions, LlamaContext
 from workers.engines.llama_cpp_engine import LlamaCpp
@@ -50,6 +51,16 @@ def load_llama_cpp(name: str, settings: ModelSettings, weights: Path, *, threads
             bytes_per_token=shape.bytes_per_token,
             context_length=shape.context_length,
         )
+
+
+def kv_bytes_per_token(weights: Path) -> int:
+    """Bytes of KV a position takes in llama.cpp, in float16. Raises ConfigurationError for a file that is no model."""
+    return _Shape(weights, open_gguf(weights).metadata).bytes_per_token
+
+
+def trained_context(weights: Path) -> int:
+    """Positions that the model was made for. Raises ConfigurationError for a file that is no model."""
+    return _Shape(weights, open_gguf(weights).metadata).context_length
 
 
 def _slot_tokens(name: str, settings: ModelSettings, shape: _Shape) -> int:
