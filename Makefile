@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-.PHONY: help run test llama cover test-clients fuzz test-redis7 cancels kills program-kills idle sweep programs faults-long lint chaos chaos-long recovery bench-program-full clean
+.PHONY: help run test llama cover test-clients fuzz test-redis7 test-cluster test-hosts cancels kills program-kills idle sweep programs faults-long lint chaos chaos-long recovery bench-program-full clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,13 @@ sweep: $(STAMP) ## SmolLM2 at 1, 2, 4, 8, 16 sessions, with room, then crowded, 
 test-redis7: $(STAMP) ## Run the store's and the state server's tests on Redis 7.0, every Lua verb included.
 	redis7=$$($(BIN)/python -m tests.redis7) && EVERY_VERB=1 GENPOOL_VALKEY_SERVER="$$redis7" \
 		$(BIN)/python -m pytest -q tests/store tests/integration/test_state_server.py
+
+test-cluster: $(STAMP) ## Run the store's tests on a Redis Cluster of three nodes, every Lua verb included, and those of clusters.
+	STATE=cluster EVERY_VERB=1 $(BIN)/python -m pytest -q tests/store
+	$(BIN)/python -m pytest -q tests/cluster
+
+test-hosts: $(STAMP) ## Cut one of four hosts (network namespaces) off for 20 seconds in the middle of generations.
+	HOSTS=long $(BIN)/python -m pytest -q tests/hosts
 
 faults-long: $(STAMP) ## Do every fault of the state server on both servers, with all settings; hot ranks and full budgets for longer.
 	FAULTS=long $(BIN)/python -m pytest -q tests/faults/test_faulty_server.py \

@@ -81,8 +81,8 @@ class MinimalLoop:
 
     def _begin_arguments(self, entry: str, token: str, nonce: str) -> tuple[Any, ...]:
         keys = self._keys
-        return ("EVALSHA", self._begin.sha, 4, self._job + token, keys.queue, keys.leases, keys.timers,
-                token, entry, RANK, nonce, self._lease_ms, 0)  # fmt: skip
+        return ("EVALSHA", self._begin.sha, 5, self._job + token, keys.queue, keys.leases, keys.timers,
+                keys.model, token, entry, RANK, nonce, self._lease_ms, 0)  # fmt: skip
 
     def _complete_arguments(self, token: str, attempt: int, nonce: str) -> tuple[Any, ...]:
         keys = self._keys
@@ -96,7 +96,7 @@ class MinimalLoop:
         keys, token, nonce = self._keys, "t", "n"
         begin = self._begin(
             job=keys.job(token), queue=keys.queue, leases=keys.leases, timers=keys.timers,
-            token=token, entry="1-1", rank=RANK, nonce=nonce, lease=self._lease_ms, alone=0,
+            model=keys.model, token=token, entry="1-1", rank=RANK, nonce=nonce, lease=self._lease_ms, alone=0,
         )  # fmt: skip
         complete = self._complete(
             **keys.ending(token), token=token, attempt=1, nonce=nonce, first_seq=0, count=1, entries=[self._entry],

@@ -6,6 +6,7 @@
     │   ├── InvalidRequest        the caller's input is wrong; names the field and the limit
     │   │   └── ContextTooLong    prompt + max tokens do not fit; carries both numbers
     │   ├── UnknownModel          no catalogue entry of that name
+    │   ├── ModelClosed           the model is being unloaded, is unloaded, or could not be loaded
     │   ├── KeyConflict           the Idempotency-Key stands for another request
     │   ├── QueueFull             bounded queue; carries when to come back
     │   └── StateUnavailable      the state server is away, read-only or out of memory
@@ -75,6 +76,17 @@ class UnknownModel(Refused):
     """No enabled catalogue entry carries this name."""
 
     code = "model_not_found"
+
+
+class ModelClosed(Refused):
+    """The model takes no jobs: `model_unloading`, `model_not_loaded` or `model_failed`. `retry_after_s`: when it
+    probably does again by itself, None where an admin must act first."""
+
+    code = "model_not_loaded"
+
+    def __init__(self, message: str, *, code: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message, param="model", code=code)
+        self.retry_after_s = retry_after_s
 
 
 class QueueFull(Refused):

@@ -6,12 +6,9 @@ the field descriptions below. Unknown fields are refused; units are in the names
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-
-STATE_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix", "redis+socket")
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -67,49 +64,6 @@ class ServerSettings(Section):
         description="File of API keys, a line a key (`genpool keys new NAME`). Empty: no file. A change is noticed "
         "within a second.",
     )
-
-
-class StateSettings(Section):
-    """`[state]`: where jobs live, and the broker beside it."""
-
-    url: str = Field(
-        default="",
-        description="Redis or Valkey (>= 7.0) holding all state. Empty: the embedded server of this machine.",
-    )
-    password_file: str = Field(
-        default="",
-        description="File whose first line is the password of `url`, for a URL without one. Read at start.",
-    )
-    broker_url: str = Field(default="", description="Celery's broker. Empty: the same server as `url`.")
-    result_backend: str = Field(default="", description="Celery's result backend. Empty: the same server as `url`.")
-    folder: str = Field(
-        default="",
-        description="Folder of the embedded server. Empty: `$XDG_STATE_HOME/genpool` (`~/.local/state/genpool`).",
-    )
-    appendfsync: Literal["everysec", "always"] = Field(
-        default="everysec",
-        description="When the embedded server's AOF is synced. `everysec` can lose the last second at a power cut.",
-    )
-    result_ttl_seconds: int = Field(
-        default=86400, ge=1, le=31_536_000, description="How long a job can be read after it ended."
-    )
-    tombstone_ttl_seconds: int = Field(
-        default=86400,
-        ge=0,
-        le=31_536_000,
-        description="How much longer an ended job's id is remembered: reading it answers 410 instead of 404.",
-    )
-    celery_results: Literal["celery", "all"] = Field(
-        default="celery",
-        description="Which jobs also write a Celery result: those sent through Celery, or all of them.",
-    )
-
-    @field_validator("url")
-    @classmethod
-    def _known_scheme(cls, value: str) -> str:
-        if value and not re.match(rf"({'|'.join(map(re.escape, STATE_SCHEMES))})://", value):
-            raise ValueError(f"must begin with one of {', '.join(f'{scheme}://' for scheme in STATE_SCHEMES)}")
-        return value
 
 
 class WorkerSettings(Section):
@@ -287,6 +241,14 @@ class ModelSettings(Section):
         description="Beside generations in mid-stream a step takes on as many prompt tokens as fit this time, or four "
         "times that of a step without any, by what the last ones took. Less: shorter gaps between tokens, and first "
         "tokens come later. 0: always `max_prefill_tokens_per_tick`.",
+    )
+
+    drain_timeout_seconds: float = Field(
+        default=120,
+        ge=0,
+        le=86_400,
+        description="When an admin unloads it, running generations may end for this long; the rest fails as "
+        "`model_unloading`.",
     )
 
     @model_validator(mode="after")

@@ -28,9 +28,9 @@ from pool.settings import (
     ModelSettings,
     Section,
     ServerSettings,
-    StateSettings,
     WorkerSettings,
 )
+from pool.state_settings import StateSettings, names_cluster
 from pool.store.server import socket_url
 from pool.store.server_binary import BINARY_VARIABLE
 from tasks.passwords import with_password
@@ -163,8 +163,21 @@ def load_configuration(path: Path | None = None, environ: Mapping[str, str] | No
         problems = [_explain(detail, found) for detail in error.errors(include_url=False)]
         raise ConfigurationError("; ".join(problems), param=dotted(_location(error.errors()[0]))) from None
     _require_models(settings, found)
+    _require_servers_for_celery(settings)
     _require_room(settings, found)
     return Configuration(settings, {_todays(path): origin for path, origin in found.items()})
+
+
+def _require_servers_for_celery(settings: Settings) -> None:
+    if not names_cluster(settings.state.url):
+        return
+    for field in ("broker_url", "result_backend"):
+        url = getattr(settings.state, field)
+        if not url or names_cluster(url):
+            raise ConfigurationError(
+                f"state.{field} must name a single server: state.url is a cluster, which Celery cannot use.",
+                param=f"state.{field}",
+            )
 
 
 def dotted(path: Iterable[str]) -> str:

@@ -14,8 +14,8 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from pool.errors import ConfigurationError, StateUnavailable
 from pool.store.connection import connect, state_errors
 from pool.store.jobs import JobStore
 from pool.store.memory import FULL_SHARE, memory_of
+from pool.store.nodes import is_spread, name_of, nodes
 from pool.store.ranks import Rank, RankRegistry
 from pool.store.server_binary import find_binary
 from tasks.api_keys import KeyRing, check_exposed
@@ -119,13 +120,13 @@ def _state(settings: Settings, clock: Callable[[], float]) -> Generator[Finding,
     client = connect(state_url(settings), max_connections=1, timeout_s=PROBE_TIMEOUT_S)
     try:
         with state_errors():
-            info = client.info()
-        yield _server_version(info)
-        yield _writable(JobStore(client, result_ttl_ms=1, pending_per_model=1))
-        yield _policy(info)
-        yield _persistence(info)
-        yield _memory(client)
-        yield _clock_offset(client, clock)
+            servers = nodes(client)
+        for server in servers:
+            for finding in _server(server, clock):
+                yield replace(finding, check=f"{finding.check} {name_of(client, server)}".rstrip())
+        yield _writable(JobStore(client, result_ttl_ms=1, pending_per_model=1), list(settings.models))
+        if is_spread(client):
+            yield _cluster(servers[0])
         for model in enabled_models(settings):
             live = RankRegistry(client, model).live()
             ranks += live
@@ -144,6 +145,27 @@ def _program() -> Finding:
         return Finding("state server program", FAILED, error.message, "Or name a server of yours in state.url.")
 
 
+def _server(server: Any, clock: Callable[[], float]) -> Iterator[Finding]:
+    """The state server, or one node of a cluster."""
+    with state_errors():
+        info = server.info()
+    yield _server_version(info)
+    yield _policy(info)
+    yield _persistence(info)
+    yield _memory(server)
+    yield _clock_offset(server, clock)
+
+
+def _cluster(node: Any) -> Finding:
+    with state_errors():
+        info, rows = node.execute_command("CLUSTER INFO"), node.execute_command("CLUSTER", "SLOTS")
+    alone = sum(len(row) < 4 for row in rows)
+    if info["cluster_state"] != "ok":
+        return Finding("state cluster", FAILED, "some slots have no node", "Look at CLUSTER NODES, and at its logs.")
+    copies = f"{alone} slot ranges without a replica" if alone else "every slot has a replica"
+    return Finding("state cluster", OK, f"all slots are served; {copies}")
+
+
 def _server_version(info: dict[str, Any]) -> Finding:
     name = str(info.get("server_name", "redis"))
     shown = f"{name} {info.get(f'{name}_version', info['redis_version'])}"
@@ -152,9 +174,9 @@ def _server_version(info: dict[str, Any]) -> Finding:
     return Finding("state server", OK, f"{shown} answers")
 
 
-def _writable(store: JobStore) -> Finding:
+def _writable(store: JobStore, models: Sequence[str]) -> Finding:
     try:
-        store.ping()
+        store.ping(models)
     except StateUnavailable as error:
         return Finding("state writable", FAILED, error.message, "Point state.url at a primary that takes writes.")
     return Finding("state writable", OK, "takes writes")
@@ -178,8 +200,8 @@ def _persistence(info: dict[str, Any]) -> Finding:
     return Finding("state persistence", OK, "append-only file")
 
 
-def _memory(client: Any) -> Finding:
-    memory = memory_of(client)
+def _memory(server: Any) -> Finding:
+    memory = memory_of(server)
     used = f"{memory.used_bytes / 2**20:.1f} MiB used"
     if memory.share is None:
         return Finding("state memory", OK, f"{used}, no maxmemory")
@@ -190,10 +212,10 @@ def _memory(client: Any) -> Finding:
     return Finding("state memory", OK, detail)
 
 
-def _clock_offset(client: Any, clock: Callable[[], float]) -> Finding:
+def _clock_offset(server: Any, clock: Callable[[], float]) -> Finding:
     """The server's clock against this machine's; half of the round trip may be the way there."""
     before_s = clock()
-    seconds, micros = client.time()
+    seconds, micros = server.time()
     after_s = clock()
     offset_s = seconds + micros / 1e6 - (before_s + after_s) / 2
     detail = f"the state server is {abs(offset_s):.3f} s {'ahead' if offset_s > 0 else 'behind'}"

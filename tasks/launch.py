@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pool.errors import ConfigurationError, StateUnavailable, UnknownModel
+from pool.rules.model_states import FAILED, LOADING
 from pool.store.connection import connect
 from pool.store.ranks import RankRegistry
 from pool.store.server import StateServer
@@ -74,11 +75,15 @@ def worker_child(settings: Settings, model: str, *, log_path: Path | None = None
 
 
 def _has_served(settings: Settings, model: str, pid: int) -> bool:
-    """Whether the worker with this process id, which has just ended, had loaded `model`: its place in the registry
-    outlives it by a lease. True when that cannot be told."""
+    """Whether the worker with this process id, which has just ended, had loaded `model`, or needed not to: its place in
+    the registry outlives it by a lease. True when that cannot be told."""
     client = connect(state_url(settings), max_connections=1)
     try:
-        return any((rank.host, rank.pid) == (socket.gethostname(), pid) for rank in RankRegistry(client, model).live())
+        host = socket.gethostname()
+        return any(
+            (rank.host, rank.pid) == (host, pid) and rank.state not in (LOADING, FAILED)
+            for rank in RankRegistry(client, model).present()
+        )
     except StateUnavailable:
         return True
     finally:

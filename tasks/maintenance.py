@@ -72,7 +72,8 @@ class Maintenance:
 
     def turn(self, *, sweeps: bool = True) -> None:
         """One sweep of each model and each chore. Whatever fails, the thread goes on: without it, nobody takes a dead
-        worker's jobs. A state server that is away ends the turn; anything else stays with the model it befell."""
+        worker's jobs. A state server that is away ends the turn; anything else stays with the model it befell, and so
+        does a node of a cluster."""
         try:
             if sweeps:
                 self._sweep()
@@ -86,9 +87,9 @@ class Maintenance:
     def _sweep(self) -> None:
         try:
             sights = self._sweeper.look(self._models)
-        except (GenpoolError, OSError):
-            raise
-        except Exception:  # noqa: BLE001 - something is wrong with one of them: each by itself then
+        except Exception as error:
+            if self._ends_turn(error):
+                raise
             for model in self._models:
                 self._attempt(model, partial(self._sweep_alone, model))
             return
@@ -107,14 +108,17 @@ class Maintenance:
     def _attempt(self, name: str, part: Callable[[], None]) -> None:
         try:
             part()
-        except (GenpoolError, OSError):
-            raise
-        except Exception as error:  # noqa: BLE001 - see `turn`
+        except Exception as error:
+            if self._ends_turn(error):
+                raise
             # The place, never the values: messages of libraries may quote their input.
             place = "".join(traceback.format_tb(error.__traceback__))
             self._failed(name, f"{name}: unexpected {type(error).__name__}\n{place}")
         else:
             self._failing.discard(name)
+
+    def _ends_turn(self, error: Exception) -> bool:
+        return isinstance(error, GenpoolError | OSError) and not self._sweeper.is_spread
 
     def _failed(self, name: str, what: str) -> None:
         """Say so once, until it passes."""

@@ -22,6 +22,7 @@ from pool.store.program_sights import Sight
 from pool.store.program_upkeep import BATCH, ProgramUpkeep
 from pool.store.program_views import Outline
 from pool.store.programs import ProgramStore
+from pool.store.standing import lost_why
 from tasks.program_homes import Homes, Newcomer
 from tasks.program_log import Teller
 
@@ -79,8 +80,9 @@ class RankKeeper:
         """Whether nothing is left of what former processes had."""
         for _ in range(STEPS):
             moved = self._upkeep.drained(rank)
+            why = lost_why(self._store.client, self._store.keys, rank) if moved else PauseReason.HEALTH_FAILOVER
             for program in dict.fromkeys(moved):
-                self._teller.paused(program, rank, PauseReason.HEALTH_FAILOVER)
+                self._teller.paused(program, rank, why)
             if not moved:
                 return True
         return False

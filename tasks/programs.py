@@ -20,6 +20,7 @@ from pool.errors import GenpoolError
 from pool.program_settings import ProgramSettings
 from pool.store.connection import Client
 from pool.store.jobs import JobStore
+from pool.store.nodes import is_spread
 from pool.store.program_endings import Terms
 from pool.store.program_sights import Sight, sights
 from pool.store.program_upkeep import ProgramUpkeep
@@ -158,7 +159,7 @@ class Programs:
     def turn(self, ticking: Collection[str], woken: Collection[str] = ()) -> set[str]:
         """Plan for these models; those that are to be looked at again before their next tick. Whatever fails, the
         thread goes on: a state server that is away ends the turn, and ticks find what it left undone; anything else
-        stays with the model it befell."""
+        stays with the model it befell, and so does a node of a cluster."""
         models = sorted({*ticking, *woken})
         for model in models:
             self._again_s.pop(model, None)
@@ -175,9 +176,9 @@ class Programs:
         """These models in one trip; None where something is wrong with one of them: each by itself then."""
         try:
             return sights(self._client, [self._of(model).store.keys for model in models])
-        except (GenpoolError, OSError):
-            raise
-        except Exception:  # noqa: BLE001 - see above
+        except Exception as error:
+            if self._ends_turn(error):
+                raise
             return [None] * len(models)
 
     def _attempt(self, model: str, sight: Sight | None, *, ticks: bool) -> None:
@@ -187,12 +188,15 @@ class Programs:
             again_s = parts.planner.turn(sight, ticks=ticks)
             if again_s is not None:
                 self._again_s[model] = time.monotonic() + again_s
-        except (GenpoolError, OSError):
-            raise
-        except Exception as error:  # noqa: BLE001 - see `turn`
+        except Exception as error:
+            if self._ends_turn(error):
+                raise
             self._failed(error, model)
         else:
             self._failing.discard(model)
+
+    def _ends_turn(self, error: Exception) -> bool:
+        return isinstance(error, GenpoolError | OSError) and not is_spread(self._client)
 
     def _failed(self, error: Exception, model: str = "") -> None:
         """Say so once, until it passes. The place, never the values: messages of libraries may quote their input."""

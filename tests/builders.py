@@ -11,6 +11,7 @@ from pool.store.ids import new_ref
 from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
 from pool.store.log import LogEntry, pack_ids
+from pool.store.nodes import server_ms
 from pool.store.records import NewJob, Output
 from pool.store.sweeping import Sweeper
 from tasks.payloads import GenerationRequest, Sampling, TextPrompt
@@ -89,9 +90,9 @@ def completed(*texts: str) -> Ending:
 
 def swept_steadily(client: Client, *, ago_ms: int = 0, model: str = "tiny") -> None:
     """As if sweeps of the model had come steadily until `ago_ms` ago."""
-    seconds, micros = client.time()
-    at_ms = seconds * 1000 + micros // 1000
-    client.hset(ModelKeys(f"{model}:0").sweep, mapping={"last_ms": at_ms - ago_ms, "hold_until_ms": 0})
+    keys = ModelKeys(f"{model}:0")
+    at_ms = server_ms(client, keys.sweep)
+    client.hset(keys.sweep, mapping={"last_ms": at_ms - ago_ms, "hold_until_ms": 0})
 
 
 def give_up(client: Client, rank: Delivery, *, model: str = "tiny") -> None:

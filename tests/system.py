@@ -137,7 +137,7 @@ class System:
     `sections` add to or replace SECTIONS, `models` entries of `[models.NAME]`, other names included. `binary` is the
     state server's program (None: as genpool finds it), `appendfsync` and `server_args` its options, `gunicorn` those of
     the nodes. `delay_ms` is the time of a scripted step, `context_tokens` what a scripted session holds, in blocks of
-    `block_tokens`, `key` what the system's own client sends.
+    `block_tokens`, `key` what the system's own client sends. `url`: a state server of the caller's.
     """
 
     def __init__(
@@ -157,11 +157,12 @@ class System:
         context_tokens: int = CONTEXT,
         block_tokens: int = BLOCK_TOKENS,
         key: str = "",
+        url: str = "",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.port = free_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.url = url or f"redis://127.0.0.1:{self.port}/0"
         self.scripted_log = folder / "scripted.log"
         self.scripted_log.touch()
         self._serves = serves

@@ -25,6 +25,7 @@ from pool.errors import (
     JobNotCancellable,
     JobUnknown,
     KeyConflict,
+    ModelClosed,
     ProgramUnknown,
     QueueFull,
     Refused,
@@ -32,6 +33,7 @@ from pool.errors import (
     UnknownModel,
 )
 from pool.rules import jobs
+from tasks.lifecycle import ModelLoadFailed, Superseded
 
 log = logging.getLogger("genpool.webapp")
 
@@ -78,13 +80,14 @@ class NoWorker(Refused):
 
 
 class NotReady(GenpoolError):
-    """This node cannot serve everything it should; `missing` names what is not there."""
+    """This node cannot serve everything it should; `missing` names what is not there, `models` the models' states."""
 
     code = "not_ready"
 
-    def __init__(self, missing: list[str]) -> None:
+    def __init__(self, missing: list[str], models: dict[str, str]) -> None:
         super().__init__(f"Not ready: {'; '.join(missing)}.")
         self.missing = missing
+        self.models = models
 
 
 class ClientGone(GenpoolError):
@@ -112,6 +115,9 @@ _STATUS: tuple[tuple[type[GenpoolError], int], ...] = (
     (UnsupportedMediaType, 415),
     (InvalidRequest, 400),
     (UnknownModel, 404),
+    (ModelClosed, 409),
+    (Superseded, 409),
+    (ModelLoadFailed, 500),
     (QueueFull, 429),
     (StateUnavailable, 503),
     (TooManyWaiting, 503),
@@ -133,6 +139,7 @@ _FAILURE_STATUS = {
     "deadline_exceeded": 504,
     "invalid_request": 400,
     "kv_budget_exceeded": 400,
+    "model_unloading": 409,
     "queue_timeout": 429,
     "run_timeout": 504,
 }
@@ -193,6 +200,8 @@ def answer_for(error: GenpoolError, *, job: str | None = None, keyed: bool = Fal
     extra: dict[str, Any] = {}
     if isinstance(error, QueueFull):
         headers |= {"Retry-After": str(min(error.retry_after_s, 120)), "x-should-retry": "true"}
+    elif isinstance(error, ModelClosed) and error.retry_after_s is not None:
+        headers |= {"Retry-After": str(error.retry_after_s), "x-should-retry": "true"}
     elif isinstance(error, StateUnavailable | TooManyWaiting):
         headers |= {"Retry-After": "1", "x-should-retry": "true"}
     elif isinstance(error, NoWorker):
@@ -201,7 +210,7 @@ def answer_for(error: GenpoolError, *, job: str | None = None, keyed: bool = Fal
         headers["WWW-Authenticate"] = 'Bearer realm="genpool"' + (', error="invalid_token"' if error.sent else "")
     elif isinstance(error, NotReady):
         headers["Retry-After"] = LATER_S
-        extra |= {"missing": error.missing}
+        extra |= {"missing": error.missing, "models": error.models}
     elif isinstance(error, GenerationFailed) and error.code == "queue_timeout":
         # Nothing stays enqueued, so coming back later is right; but not as a resend with the same Idempotency-Key,
         # which finds this very job, ended, for as long as it is kept: a new attempt needs a new key.

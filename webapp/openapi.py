@@ -19,7 +19,7 @@ from pydantic.json_schema import models_json_schema
 
 from webapp.auth import OPEN
 from webapp.node import EXTENSION
-from webapp.schemas import answers, chat, completions, programs, responses
+from webapp.schemas import admin, answers, chat, completions, programs, responses
 from webapp.schemas.dialect import Neutral
 
 VERSION = "3.1.0"
@@ -32,8 +32,9 @@ ERRORS = {
     "401": "No key, or a wrong one.",
     "403": "This key may not do that.",
     "404": "There is no such model, generation or Program.",
-    "409": "The Idempotency-Key stands for another request. Or the chat completion or completion that was waited for "
-    "was cancelled; a response then answers 200 with `status: cancelled`.",
+    "409": "The model is being unloaded, is not loaded, or could not be loaded. Or the Idempotency-Key stands for "
+    "another request. Or the chat completion or completion that was waited for was cancelled; a response then answers "
+    "200 with `status: cancelled`.",
     "410": "The generation has ended and is no longer stored.",
     "413": "The body is too large.",
     "415": "The body is not plain JSON.",
@@ -87,6 +88,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "programs.one": Operation(answers.Program),
     "programs.finish": Operation(answers.FinishedProgram, programs.FinishRequest),
     "programs.diagnostics": Operation(answers.Diagnostics, query=programs.DiagnosticsQuery),
+    "admin_models.load": Operation(answers.ModelStanding, admin.LoadRequest),
+    "admin_models.unload": Operation(answers.ModelStanding, admin.UnloadRequest),
     "health.healthz": Operation(answers.Health),
     "health.readyz": Operation(answers.Health),
     "docs.page": Operation("text/html"),

@@ -7,7 +7,7 @@ models of the catalogue, states, known codes and reasons.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from pool.errors import StateUnavailable
 from pool.program_settings import ProgramSettings
-from pool.store.memory import Memory, memory_of
+from pool.store.memory import Memory, memories
 from pool.store.program_figures import ProgramSurvey, program_survey
 from pool.store.ranks import Rank, RankRegistry
 from pool.store.totals import BOUNDS_MS, Histogram, Survey, surveys
@@ -26,7 +26,7 @@ from webapp.program_metrics import program_families
 #: Codes of failed jobs that are shown; another one is `other`.
 CODES = (
     "context_length_exceeded", "deadline_exceeded", "engine_error", "generation_failed", "input_lost",
-    "invalid_request", "kv_budget_exceeded", "poison", "queue_timeout", "run_timeout",
+    "invalid_request", "kv_budget_exceeded", "model_unloading", "poison", "queue_timeout", "run_timeout",
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ class StateCollector(Collector):
         try:
             found = surveys(client, models)
             ranks = {model: RankRegistry(client, model).live() for model in models}
-            memory = memory_of(client)
+            memory = memories(client)
             programs = self._programs()
         except StateUnavailable:
             up.add_metric([], 0)
@@ -61,11 +61,13 @@ class StateCollector(Collector):
         return {model: (program_survey(client, model, own), own) for model, own in of_models.items()}
 
 
-def _memory(memory: Memory) -> Iterable[Metric]:
-    yield GaugeMetricFamily("genpool_state_memory_bytes", "Memory the state server uses.", memory.used_bytes)
-    if memory.share is not None:
-        text = "Part of the state server's maxmemory in use; above 0.85 new jobs are refused."
-        yield GaugeMetricFamily("genpool_state_memory_share", text, memory.share)
+def _memory(memory: Sequence[Memory]) -> Iterable[Metric]:
+    used_bytes = sum(server.used_bytes for server in memory)
+    yield GaugeMetricFamily("genpool_state_memory_bytes", "Memory the state server uses, all nodes of it.", used_bytes)
+    shares = [server.share for server in memory if server.share is not None]
+    if shares:
+        text = "Part of the state server's maxmemory in use, of its fullest node; above 0.85 new jobs are refused."
+        yield GaugeMetricFamily("genpool_state_memory_share", text, max(shares))
 
 
 def _held(found: Mapping[str, Survey]) -> Iterable[Metric]:

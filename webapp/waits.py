@@ -37,6 +37,7 @@ from pool.store.hints import Pushed, Subscription, hint_of
 from pool.store.ids import JobRef
 from pool.store.jobs import JobStore, View
 from pool.store.keys import END_ONLY, node_channel
+from pool.store.nodes import is_spread
 from pool.store.records import JobRecord
 
 log = logging.getLogger("genpool.webapp")
@@ -52,6 +53,9 @@ BACKOFF_S = (0.05, 0.4)
 #: After a write that the state server did not take.
 MUTE_S = 0.3
 SETTLE_S = 0.05
+
+#: No news, and none is to be had.
+AWAY = StateUnavailable("The state server cannot be reached.")
 
 #: Told how many more (or fewer) there are now; called by several threads.
 OnCount = Callable[[int], None]
@@ -325,30 +329,53 @@ class Waits:
             # Before the read: a job that is stored meanwhile, and its waiter armed, is not gone for not being found.
             armed = [waiter.armed for waiter in part]
             for waiter, was_armed, view in zip(part, armed, self._views(part), strict=True):
+                if view is AWAY:
+                    continue
                 if view is not None:
                     waiter.deliver(view)
                 elif was_armed:
                     waiter.deliver(self._store.absence(waiter.ref))
 
     def _views(self, waiters: Sequence[Waiter]) -> Sequence[News | None]:
-        """Views of all, in one round trip; if one job cannot be decoded, one by one."""
+        """Views of all, in one round trip; if one job cannot be decoded, one by one; if a node of a cluster is away,
+        model by model, without its ones' waiters hearing of it."""
         try:
             return self._store.views([(waiter.ref, waiter.cursor) for waiter in waiters])
+        except StateUnavailable:
+            models = {waiter.ref.tag for waiter in waiters}
+            if not is_spread(self._client) or len(models) == 1:
+                raise
+            return self._views_by_model(waiters, models)
         except ValueError as error:
             if len(waiters) == 1:
                 log.error("job %s cannot be decoded (%s)", waiters[0].ref, type(error).__name__)
                 return [GenpoolError("This generation's record cannot be read.", code="unreadable_record")]
             return [self._views([waiter])[0] for waiter in waiters]
 
+    def _views_by_model(self, waiters: Sequence[Waiter], models: set[str]) -> Sequence[News | None]:
+        found: dict[Waiter, News | None] = {}
+        away = AWAY
+        for model in models:
+            part = [waiter for waiter in waiters if waiter.ref.tag == model]
+            try:
+                found |= zip(part, self._views(part), strict=True)
+            except StateUnavailable as error:
+                away = error
+        if not found:
+            raise away
+        return [found.get(waiter, AWAY) for waiter in waiters]
+
     def _tell(self) -> None:
         """What the reader writes. A server that takes no writes at the moment must not keep it from reading."""
         if time.monotonic() < self._mute_until_s:
             return
-        try:
-            self._pay()
-            self._read_on()
-        except StateUnavailable:
-            self._mute_until_s = time.monotonic() + MUTE_S
+        for part in (self._pay, self._read_on):
+            try:
+                part()
+            except StateUnavailable:
+                self._mute_until_s = time.monotonic() + MUTE_S
+                if not is_spread(self._client):
+                    return
 
     def _read_on(self) -> None:
         """Tell the store, three times a grace, that the jobs waited for here have a reader."""
@@ -358,12 +385,24 @@ class Waits:
         by_model: dict[str, list[JobRef]] = {}
         for waiter in self._every():
             by_model.setdefault(waiter.ref.tag, []).append(waiter.ref)
+        away: StateUnavailable | None = None
         for refs in by_model.values():
-            for start in range(0, len(refs), BATCH):
-                self._store.read_on(refs[start : start + BATCH], self.hold_ms)
+            try:
+                for start in range(0, len(refs), BATCH):
+                    self._store.read_on(refs[start : start + BATCH], self.hold_ms)
+            except StateUnavailable as error:
+                # In a cluster, the next model may be elsewhere: its readers must not seem to be gone.
+                away = error
+        if away is not None:
+            raise away
         self._next_hold_s = now_s + self._every_hold_s
 
     def _pay(self) -> None:
         while self._owed:
-            self._owed[0]()
+            try:
+                self._owed[0]()
+            except StateUnavailable:
+                # In a cluster, the next one may be for another node.
+                self._owed.rotate(-1)
+                raise
             self._owed.popleft()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from typing import Any
 
 from celery.worker import state as celery_state
@@ -22,7 +21,7 @@ from tasks.maintenance import Maintenance
 from tasks.program_log import set_log_level
 from tasks.results import outbox_chore
 from tasks.services import Services
-from workers.rank import Rank
+from workers.station import Station
 from workers.trials import TrialGate
 from workers.visible import Visible, given_up_chore
 
@@ -39,9 +38,9 @@ class Host:
         self._services = services
         self._settings: Settings = services.settings
         self._limit = limit
-        self._ranks: dict[str, Rank] = {}
+        self._ranks: dict[str, Station] = {}
         #: Ranks whose queue is no longer consumed, with the thread that drains each.
-        self._leaving: dict[str, tuple[Rank, threading.Thread]] = {}
+        self._leaving: dict[str, tuple[Station, threading.Thread]] = {}
         self._gate = TrialGate()
         self._visible = Visible(worker)
         # Disabled ones too: what they hold must end.
@@ -179,7 +178,7 @@ class Host:
             if model not in self._ranks and model not in self._leaving and not self._stopping.is_set():
                 self._begin(model)
 
-    def _all_ranks(self) -> list[Rank]:
+    def _all_ranks(self) -> list[Station]:
         # A rank that leaves is in both for a moment, and never in none.
         serving = list(self._ranks.values())
         return list(dict.fromkeys([*serving, *(rank for rank, _ in list(self._leaving.values()))]))
@@ -187,7 +186,10 @@ class Host:
     def _end_if_stalled(self) -> None:
         for rank in self._all_ranks():
             if rank.stalled():
-                log.critical("%s: the engine hangs; ending this process so that its jobs go elsewhere", rank.model)
+                log.critical(
+                    "%s: the engine hangs, or keeps its model for too long; ending this process: its jobs go elsewhere",
+                    rank.model,
+                )
                 # No cleaner way out: the engine's thread would be waited for, for ever.
                 os._exit(os.EX_TEMPFAIL)
 
@@ -207,26 +209,24 @@ class Host:
         ]
 
     def _begin(self, model: str) -> None:
-        target = self._settings.models[model].target_inflight
-        rank = Rank(
+        station = Station(
             model,
             self._settings,
             self._worker.hostname,
-            target if self._limit is None else min(target, self._limit),
+            self._limit,
+            of_model=lambda: self._settings.models[model],
             gate=self._gate,
             on_begun=self._begun,
             on_left=self._left,
+            on_failed=self._cannot_serve,
             programs=self._services.programs,
         )
-        self._ranks[model] = rank
-        try:
-            rank.start()
-        except Exception as error:  # noqa: BLE001 - whatever a load raises ends this worker by name
-            log.error(
-                "%s: cannot be served: %s", model, error.message if isinstance(error, GenpoolError) else repr(error)
-            )
-            time.sleep(0.1)
-            self._give_up()
+        self._ranks[model] = station
+        station.start()
+
+    def _cannot_serve(self, model: str) -> None:
+        log.error("%s: cannot be served; ending this worker", model)
+        self._give_up()
 
     def _left(self, handout: Handout, state: str, ending: Ending | None) -> None:
         self._visible.left(handout, state, ending)
@@ -234,7 +234,7 @@ class Host:
             self._maintenance.wake()
 
 
-def _drain(rank: Rank, grace_s: float) -> threading.Thread:
+def _drain(rank: Station, grace_s: float) -> threading.Thread:
     """Drain a rank in a thread of its own."""
     drain = threading.Thread(target=rank.drain, args=(grace_s,), name="genpool-drain", daemon=True)
     drain.start()

@@ -262,7 +262,8 @@ class Outlet:
         """Write everything that is left, hand back what has not ended, and end the thread."""
         self._stopping = True
         self._wake.ring()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     # -- the outlet's thread -----------------------------------------------------------------------------------------
 

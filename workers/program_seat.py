@@ -59,6 +59,7 @@ class ProgramSeat:
         #: Whether Programs are here; and whether one has come since that was looked at.
         self._busy = self._roused = False
         self._leaving = self._left = self._stopping = self._failing = False
+        self._why = PauseReason.HEALTH_FAILOVER
         self._next_s = 0.0
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="genpool-seat", daemon=True)
@@ -94,7 +95,7 @@ class ProgramSeat:
         placement = handout.lease.placement
         if placement is None:
             return None
-        request = Completed.of(handout, placement, finished, self._clock.now_ms())
+        request = Completed.of(handout, placement, finished, self._clock.now_ms(self._store.keys))
         outcome = outcome_of(request, self._settings, self._background)
         tell_end(request, outcome)
         return outcome
@@ -105,8 +106,10 @@ class ProgramSeat:
         if placement is not None and ending is not None:
             self._programs.completed(self._model, self._rank, placement.program)
 
-    def leave(self) -> None:
-        """Give the rank up soon, in the seat's thread: what has not begun goes elsewhere at once; what runs may end."""
+    def leave(self, why: PauseReason = PauseReason.HEALTH_FAILOVER) -> None:
+        """Give the rank up soon, in the seat's thread: what has not begun goes elsewhere at once; what runs may end.
+        `why`: what is told of Programs that lose their place."""
+        self._why = why
         self._leaving = True
         self._wake.set()
 
@@ -114,7 +117,8 @@ class ProgramSeat:
         """Give the rank up, if that is still to be done, and end the thread."""
         self._leaving = self._stopping = True
         self._wake.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     # -- the seat's thread -------------------------------------------------------------------------------------------
 
@@ -153,7 +157,7 @@ class ProgramSeat:
     def _give_up(self) -> None:
         if self._left:
             return
-        self._upkeep.lose(self._rank, self._incarnation, leaves=True)
+        self._upkeep.lose(self._rank, self._incarnation, leaves=True, why=self._why.value)
         self._drain()
         self._left = True
 
@@ -175,7 +179,7 @@ class ProgramSeat:
     def _drain(self) -> None:
         while moved := self._upkeep.drained(self._rank):
             for program in dict.fromkeys(moved):
-                self._teller.paused(program, self._rank, PauseReason.HEALTH_FAILOVER)
+                self._teller.paused(program, self._rank, self._why)
         self._programs.wake(self._model)
 
     def _observe(self, stands: Standing) -> None:
@@ -210,6 +214,6 @@ class ProgramSeat:
     def _see(self) -> Snapshot:
         """Read the rank; what its windows say is good until the next time."""
         seen = self._store.snapshot(self._rank)
-        self._clock.told(seen.now_ms)
+        self._clock.told(self._store.keys, seen.now_ms)
         self._background = Background(seen.rank.means, seen.rank.reasoning)
         return seen

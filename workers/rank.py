@@ -1,16 +1,16 @@
-"""A rank: one loaded copy of a model in this process, from the engine to the registry.
+"""A rank that serves: one loaded copy of a model in this process, from its load until it is freed.
 
-Threads: the engine's (batching loop), the intake's (blocking reads), the outlet's (writes, leases), the registrar's
-(heartbeat, hints about held jobs), and where Programs are scheduled the seat's (workers/program_seat.py).
+Threads: the engine's (batching loop), the intake's (blocking reads), the outlet's (writes, leases), and where Programs
+are scheduled the seat's (workers/program_seat.py). Its place in the registry is older, and may outlive it
+(workers/station.py).
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import secrets
+import math
 import sys
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,16 +18,18 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
+from pool.errors import GenpoolError
 from pool.rules.admission import Budgets
+from pool.rules.model_states import DRAINING, LOADED, LOADING, STOPPED
+from pool.rules.programs.facts import PauseReason
 from pool.rules.programs.ttl import prefill_seconds
 from pool.settings import ModelSettings
 from pool.store.connection import connect
 from pool.store.delivery import Delivery
 from pool.store.handouts import Ending, Handout
-from pool.store.keys import node_channel
 from pool.store.placements import Outcome
 from pool.store.rank_delivery import RankDelivery
-from pool.store.ranks import Card, RankRegistry
+from pool.store.ranks import Card
 from tasks.config import Settings, offload_folder, state_url
 from tasks.ports import Engine, Finished
 from tasks.programs import Programs
@@ -35,34 +37,35 @@ from workers.engines import load_engine
 from workers.intake import Intake, reading_client
 from workers.loop import BatchingLoop
 from workers.offload import OffloadBudget
-from workers.outlet import STATE_ERRORS, Outlet
+from workers.outlet import Outlet
 from workers.program_residence import ProgramResidence
 from workers.program_seat import ProgramSeat
+from workers.registrar import Registrar
 from workers.trials import TrialGate
 from workers.weights import ensure_weights
 
 log = logging.getLogger("genpool.rank")
 
-LOADING, LOADED, DRAINING, FAILED, STOPPED = "loading", "loaded", "draining", "failed", "stopped"
-
-#: How long the registrar waits for a hint before it looks at the time.
-LISTEN_S = 0.5
-#: What is told of why a model could not be loaded.
-MAX_ERROR_CHARS = 500
-
 OnBegun = Callable[[Handout, str], None]
 OnLeft = Callable[[Handout, str, Ending | None], None]
 
 
+class NotWanted(GenpoolError):
+    """While the model was loaded, it was decided that it shall not be."""
+
+    code = "model_unloading"
+
+
 class Rank:
-    """Loads `model` and serves it until stopped. `node`: this process's Celery node name; `limit`: generations in
-    flight; `gate`: shared with the process's other ranks."""
+    """Loads `model` and serves it until drained. `of_model`: the model's settings; `registrar`: of its place, where it
+    is registered; `limit`: generations in flight; `gate`: shared with the process's other ranks."""
 
     def __init__(
         self,
         model: str,
         settings: Settings,
-        node: str,
+        of_model: ModelSettings,
+        registrar: Registrar,
         limit: int,
         *,
         gate: TrialGate,
@@ -72,29 +75,23 @@ class Rank:
     ) -> None:
         self.model = model
         self.state = LOADING
-        self.error = ""
         self._settings = settings
-        self._model_settings: ModelSettings = settings.models[model]
-        self._node = node
-        self._id = node
-        self._incarnation = secrets.token_hex(8)
+        self._model_settings = of_model
+        self._registrar = registrar
+        self._id, self._incarnation = registrar.id, registrar.incarnation
         self._limit = limit
         self._gate = gate
         self._on_begun = on_begun
         self._on_left = on_left
         self._programs = programs
+        self._engine: Engine | None = None
+        self._delivery: Delivery | None = None
         self._seat: ProgramSeat | None = None
         url = state_url(settings)
         self._reader = reading_client(url)
         self._writer = connect(url, max_connections=1)
-        self._registrar = connect(url, max_connections=3)
-        self._registry = RankRegistry(self._registrar, model)
-        self._stopping = threading.Event()
         self._started = False
-        self._silent = False
-        self._drain_until_s = 0.0
-        #: Tokens generated until the last heartbeat, and when that was.
-        self._thread = threading.Thread(target=self._register, name="genpool-registrar", daemon=True)
+        self._drain_until_s = math.inf
 
     @property
     def _lease_ms(self) -> int:
@@ -102,18 +99,40 @@ class Rank:
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Load the model and begin to serve; blocks while loading. An error is kept in `error`, and raised."""
+    def start(self, is_wanted: Callable[[], bool]) -> None:
+        """Load the model and begin to serve; blocks while loading. What it raises leaves nothing behind: NotWanted
+        where `is_wanted` says so once the model is loaded, and whatever a load may raise."""
         try:
             self._engine = self._load()
-            self._open()
-        except BaseException as error:
-            self.state = FAILED
-            self.error = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+            if not is_wanted():
+                raise NotWanted(f"{self.model} is not wanted any more.")
+            self._open(self._engine)
+        except BaseException:
+            self._abandon()
             raise
         self.state = LOADED
-        self._beat()
         log.info("%s: serving as %s, %d generations at once", self.model, self._id, self._loop.effective_limit())
+
+    def _abandon(self) -> None:
+        """Free what was there before something failed. No job was begun: reading comes last."""
+        if self._seat is not None:
+            self._seat.stop()
+        if hasattr(self, "_outlet"):
+            self._loop.stop()
+            self._outlet.stop()
+            self._gate.part(self._outlet)
+        self._close()
+
+    def _close(self) -> None:
+        self.state = STOPPED
+        self._registrar.on_hint = self._registrar.card = None
+        for client in (self._reader, self._writer):
+            client.connection_pool.disconnect()
+        if self._delivery is not None:
+            self._delivery.close()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def _load(self) -> Engine:
         model = self._model_settings
@@ -126,10 +145,10 @@ class Rank:
         _tune_interpreter()
         return engine
 
-    def _open(self) -> None:
-        model, engine = self._model_settings, self._engine
+    def _open(self, engine: Engine) -> None:
+        model = self._model_settings
         able = engine.capability()
-        self._card = Card(
+        card = self._card = Card(
             context_length=engine.context_length,
             max_positions=min(able.max_positions, engine.kv_usage().total),
             fingerprint=engine.fingerprint(),
@@ -152,7 +171,6 @@ class Rank:
             offload=offload,
             prefill_seconds=partial(prefill_seconds, self._settings.programs.of_model(self.model).prefill_cost_model),
         )
-        self._claim_id()
         delivery = self._delivery = self._deliver()
         delivery.heal()
         self._outlet = Outlet(
@@ -170,15 +188,15 @@ class Rank:
             delivery,
             self._loop,
             self._outlet,
-            card=self._card,
+            card=card,
             vocabulary=engine.vocabulary,
             gate=self._gate,
             on_begun=self._begun,
         )
-        self._registry.publish(self._card)
+        self._registrar.registry.publish(card)
+        self._registrar.on_hint, self._registrar.card = self._outlet.nudge, card
         self._loop.start(self._outlet)
         self._outlet.start()
-        self._thread.start()
         if self._seat is not None:
             self._seat.start()
         self._intake.start()
@@ -207,18 +225,10 @@ class Rank:
             settings,
             delivery,
             ProgramResidence(self._loop, self._outlet.held, on_pause=settings.on_pause),
-            registered=self._beat,
+            registered=self._registrar.beat,
             keep_s=self._settings.worker.renew_seconds,
         )
         self._seat.take()
-
-    def _claim_id(self) -> None:
-        """Register under the node's name, or `name-2`, ... when a living process of that name serves the model."""
-        for number in range(1, 1000):
-            self._id = self._node if number == 1 else f"{self._node}-{number}"
-            if self._beat():
-                return
-        raise RuntimeError(f"no free rank id for {self._node}")
 
     # -- what the host asks ------------------------------------------------------------------------------------------
 
@@ -240,18 +250,9 @@ class Rank:
             for held in self._outlet.held()
         ]
 
-    def facts(self) -> dict[str, Any]:
-        """State and telemetry, JSON-safe."""
-        facts: dict[str, Any] = {
-            "model": self.model,
-            "rank": self._id,
-            "state": self.state,
-            "last_error": self.error,
-            "configured_target_inflight": self._model_settings.target_inflight,
-        }
-        if hasattr(self, "_loop"):
-            facts |= self._loop.telemetry()
-        return facts
+    def figures(self) -> dict[str, Any]:
+        """Telemetry, JSON-safe; none before the engine is there."""
+        return self._loop.telemetry() if hasattr(self, "_loop") else {}
 
     def resize(self, by: int) -> None:
         """Allow `by` more (or fewer) generations in flight."""
@@ -275,16 +276,21 @@ class Rank:
         """End a drain's grace now: what still runs is handed back."""
         self._drain_until_s = 0.0
 
-    def drain(self, grace_s: float) -> None:
-        """Stop reading, let running generations finish for `grace_s`, hand the rest back, and leave the registry."""
+    def drain_within(self, grace_s: float) -> None:
+        """A drain, begun or not, ends within this time at the latest."""
+        self._drain_until_s = min(self._drain_until_s, time.monotonic() + grace_s)
+
+    def drain(self, grace_s: float, why: PauseReason = PauseReason.HEALTH_FAILOVER) -> None:
+        """Stop reading, let running generations finish for `grace_s`, hand the rest back, and free the model. `why`:
+        what is told of Programs that lose their place here."""
         if not self._started or self.state == STOPPED:
             return
+        self.drain_within(grace_s)
         self.state = DRAINING
         self._intake.stop()
         if self._seat is not None:
             # Programs go elsewhere now; what runs of them may still end here.
-            self._seat.leave()
-        self._drain_until_s = time.monotonic() + grace_s
+            self._seat.leave(why)
         log.info("%s: draining; %d generations may finish for %g s", self.model, len(self._outlet.held()), grace_s)
         while self._outlet.held() and time.monotonic() < self._drain_until_s:
             time.sleep(0.02)
@@ -295,18 +301,9 @@ class Rank:
         self._gate.part(self._outlet)
         if self._seat is not None:
             self._seat.stop()
-        self._stopping.set()
-        self._thread.join()
-        try:
-            self._registry.retire(self._id, self._incarnation)
-        except STATE_ERRORS as error:
-            log.warning("%s: leaving the registry: %s", self.model, type(error).__name__)
-        self._delivery.close()
-        self._registrar.connection_pool.disconnect()
-        self._engine.close()
-        self.state = STOPPED
+        self._close()
 
-    # -- callbacks and the registrar's thread ------------------------------------------------------------------------
+    # -- callbacks ------------------------------------------------------------------------
 
     def _begun(self, handout: Handout) -> None:
         if self._seat is not None:
@@ -321,38 +318,6 @@ class Rank:
 
     def _outcome(self, handout: Handout, finished: Finished) -> Outcome | None:
         return None if self._seat is None else self._seat.outcome(handout, finished)
-
-    def _beat(self) -> bool:
-        return self._registry.beat(self._id, self._incarnation, lease_ms=self._lease_ms, facts=self.facts())
-
-    def _register(self) -> None:
-        """Heartbeat and hints. A hint about a held job (a cancel, a new watcher) makes the outlet look."""
-        while not self._stopping.is_set():
-            pubsub = self._registrar.pubsub()
-            try:
-                pubsub.subscribe(node_channel(self._id))
-                self._listen(pubsub)
-            except STATE_ERRORS as error:
-                if not self._silent:
-                    log.warning("%s: heartbeat: %s; it goes on as soon as it can", self.model, type(error).__name__)
-                self._silent = True
-                self._stopping.wait(0.5)
-            finally:
-                pubsub.close()
-
-    def _listen(self, pubsub: Any) -> None:
-        next_beat = 0.0
-        while not self._stopping.is_set():
-            if time.monotonic() >= next_beat:
-                self._beat()
-                self._silent = False
-                if self._registry.card_fingerprint() != self._card.fingerprint:
-                    # A state server that came back empty has lost it.
-                    self._registry.publish(self._card)
-                next_beat = time.monotonic() + self._settings.worker.renew_seconds
-            message = pubsub.get_message(ignore_subscribe_messages=True, timeout=LISTEN_S)
-            if message is not None:
-                self._outlet.nudge()
 
 
 def _tune_interpreter() -> None:

@@ -52,6 +52,7 @@ def accepting(
         "timers": keys.timers,
         "tombstone": keys.tombstone(job.ref.token),
         "tenants": keys.tenants,
+        "model": keys.model,
         "blocks": [keys.input(block.id) for block in stored.blocks],
         "token": job.ref.token,
         "not_after": not_after_ms,

@@ -19,6 +19,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from pool.errors import StateUnavailable
+from pool.store.cluster_client import cluster_client
+from pool.store.slot_map import cluster_address
 
 #: A `redis.Redis` of bytes. redis-py types each reply as the union of both protocols' and both decodings' shapes, which
 #: fits no caller; replies are decoded next to the command that asked for them.
@@ -56,20 +58,25 @@ def connect(
     """A client whose callers wait for a free connection instead of opening ever more.
 
     `timeout_s`: for a free connection (while none comes back), for connecting, and for a reply; `read_timeout_s`: for
-    a reply, if that takes longer. It must exceed every BLOCK the client uses.
+    a reply, if that takes longer. It must exceed every BLOCK the client uses. `max_connections`: to each node, where
+    `url` names a cluster.
     """
-    pool = redis.BlockingConnectionPool.from_url(
-        url,
-        max_connections=max_connections,
-        timeout=timeout_s,
-        queue_class=_FreeConnections,
-        socket_timeout=timeout_s if read_timeout_s is None else read_timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,
-        health_check_interval=0,
-    )
-    return redis.Redis.from_pool(pool)
+
+    def pool(server_url: str) -> redis.ConnectionPool:
+        return redis.BlockingConnectionPool.from_url(
+            server_url,
+            max_connections=max_connections,
+            timeout=timeout_s,
+            queue_class=_FreeConnections,
+            socket_timeout=timeout_s if read_timeout_s is None else read_timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            health_check_interval=0,
+        )
+
+    cluster = cluster_address(url)
+    return redis.Redis.from_pool(pool(url)) if cluster is None else cluster_client(cluster, pool)
 
 
 #: First words of error replies that say nothing of the command: the server serves nobody, or takes no writes, for now.
@@ -95,6 +102,10 @@ def state_errors() -> Iterator[None]:
         yield
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
         raise StateUnavailable("The state server cannot be reached.") from error
+    except redis.exceptions.AskError as error:
+        raise StateUnavailable(
+            "The state server is a node of a cluster: state.url must name it as redis+cluster://HOST:PORT."
+        ) from error
     except redis.exceptions.ResponseError as error:
         if not unable(error):
             raise

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pool.store.connection import Client, state_errors
 from pool.store.ids import KINDS, JobRef
 from pool.store.keys import ModelKeys
-from pool.store.scripts import run, script
+from pool.store.nodes import server_ms
+from pool.store.running import run
+from pool.store.scripts import script
 
 PAGE = 100
 #: The kind in the id of a job whose record is gone: any kind of id finds a job, and this one needs no HTTP.
@@ -68,8 +70,8 @@ class DeadLetters:
     def entry_ago(self, ms: int) -> str:
         """The stream id that stands for this long ago, on the state server's clock."""
         with state_errors():
-            seconds, micros = self._client.time()
-        return f"{max(seconds * 1000 + micros // 1000 - ms, 0)}-0"
+            now_ms = server_ms(self._client, self._keys.dead)
+        return f"{max(now_ms - ms, 0)}-0"
 
     def after(self, entry: str) -> list[tuple[str, str, str]]:
         """At most 100 letters behind this stream id, oldest first: their ids, the jobs' Celery ids, and codes. Those

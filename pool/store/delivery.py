@@ -22,20 +22,24 @@ from pool.store.hints import MOST_BYTES
 from pool.store.inputs import fetch
 from pool.store.keys import GROUP, ModelKeys, node_channel
 from pool.store.log import pack
-from pool.store.scripts import Command, Line, run_many, run_stream, script
+from pool.store.nodes import learn, node_of, same_node
+from pool.store.running import Line, run_many, run_stream
+from pool.store.scripts import Command, script
 from pool.store.trials import ALL_ALONE, AMONG_OTHERS, keep
 
 #: Position of the logged tokens in begin's reply.
 _LOGGED = 8
 #: Length of begin's reply for a job whose input lies in its record; where blocks are named, they follow.
 _WHOLE = 14
+#: How long a read waits while its slot is on the way to another node of a cluster.
+MOVING_BLOCK_MS = 100
 #: A script touches at most this many items; longer work continues in further calls.
 BATCH = 100
 
 
 @dataclass
 class Delivery:
-    """The hand-outs of one model to one rank. `reader` must be a client of a single connection, for `unblock`."""
+    """The hand-outs of one model to one rank. `reader` must be a client of one connection (to a node), for `unblock`."""
 
     reader: Client
     writer: Client
@@ -45,12 +49,13 @@ class Delivery:
     result_ttl_ms: int
     shard: int = 0
     keys: ModelKeys = field(init=False)
-    _reader_id: int | None = field(init=False, default=None)
+    #: The connection that reads: its server, as the reader's client knows it, and its id there.
+    _reading: tuple[Client, int] | None = field(init=False, default=None)
     _line: Line = field(init=False)
 
     def __post_init__(self) -> None:
         self.keys = ModelKeys(f"{self.model}:{self.shard}")
-        self._line = Line(self.writer)
+        self._line = Line(self.writer, self.keys.queue)
 
     def close(self) -> None:
         """Close the connections."""
@@ -79,24 +84,30 @@ class Delivery:
         the pending list comes first: it may hold entries that got lost on the old one. What runs does not begin again.
         """
         try:
-            if self._reader_id is None:
+            server = node_of(self.reader, self.keys.queue)
+            if self._reading is None or self._reading[0] is not server:
                 pending = self._pending()
-                self._reader_id = int(self.reader.client_id())
+                server = node_of(self.reader, self.keys.queue)
+                self._reading = server, int(server.client_id())
                 if pending:
                     return pending
-            return self._read_new(room, block_ms)
+            return self._read_new(server, room, block_ms)
+        except redis.exceptions.AskError as error:
+            # A read that follows its stream to another node cannot be woken there, and so must not wait.
+            learn(self.reader, error)
+            return self._read_new(self.reader, room, MOVING_BLOCK_MS)
         except redis.exceptions.ResponseError as error:
             if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise
             self.heal()
             return []
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
-            self._reader_id = None
+            self._reading = None
             raise
 
-    def _read_new(self, room: int, block_ms: int) -> list[Entry]:
+    def _read_new(self, server: Client, room: int, block_ms: int) -> list[Entry]:
         """What nobody has read yet."""
-        reply = self.reader.xreadgroup(GROUP, self.rank, {self.keys.queue: ">"}, count=min(room, BATCH), block=block_ms)
+        reply = server.xreadgroup(GROUP, self.rank, {self.keys.queue: ">"}, count=min(room, BATCH), block=block_ms)
         return self._entries(reply[0][1]) if reply else []
 
     def _pending(self) -> list[Entry]:
@@ -141,7 +152,7 @@ class Delivery:
 
     def _run_begins(self, entries: Sequence[Entry], commands: Iterable[Command]) -> Iterator[list[Any]]:  # noqa: ARG002
         """The replies of these commands, which begin these entries."""
-        return run_stream(self.reader, commands)
+        return run_stream(self.reader, commands, key=self.keys.queue)
 
     def begin_alone(self, entry: Entry, alone: int = ALL_ALONE) -> Handout | Entry | None:
         """Begin a job on trial by itself. The entry again: the rank must be emptier; None: it went elsewhere."""
@@ -168,6 +179,7 @@ class Delivery:
             queue=self.keys.queue,
             leases=self.keys.leases,
             timers=self.keys.timers,
+            model=self.keys.model,
             token=entry.token,
             entry=entry.id,
             rank=self.rank,
@@ -196,8 +208,9 @@ class Delivery:
 
     def unblock(self) -> None:
         """Wake a blocked `take`; it then returns nothing. Called from another thread than its own."""
-        if self._reader_id is not None:
-            self.writer.execute_command("CLIENT", "UNBLOCK", self._reader_id)
+        if self._reading is not None:
+            server, reader_id = self._reading
+            same_node(self.writer, server).execute_command("CLIENT", "UNBLOCK", reader_id)
 
     def write(self, writes: Iterable[Write]) -> list[Written]:
         """Append to logs and end jobs. Safe to repeat after a connection failure. Who follows a job is told of what is

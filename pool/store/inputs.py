@@ -23,7 +23,8 @@ from pool.store.connection import Client, state_errors
 from pool.store.ids import JobRef
 from pool.store.keys import ModelKeys, keys_of
 from pool.store.records import NewJob
-from pool.store.scripts import Command, Value, run_many
+from pool.store.running import run_many
+from pool.store.scripts import Command, Value
 
 #: Prompt and input up to this size, together, stay in the record: a block costs about 500 bytes beside its content.
 INLINE_BYTES = 4096

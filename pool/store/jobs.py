@@ -21,12 +21,14 @@ from pool.store.accepting import LATE_MS, PlainWay, Way, accepting
 from pool.store.connection import Client, state_errors
 from pool.store.ids import UNKNOWN, JobRef, check_kind
 from pool.store.inputs import stored_input
-from pool.store.keys import PROBE, idempotency_key, keys_of, node_channel
+from pool.store.keys import PROBE, ModelKeys, idempotency_key, keys_of, node_channel
 from pool.store.log import LogEntry, unpack
 from pool.store.memory import MemoryGate
+from pool.store.nodes import nodes
 from pool.store.records import RECORD_FIELDS, JobRecord, NewJob, record_of
-from pool.store.refusals import refusal
-from pool.store.scripts import Command, run_stream, script
+from pool.store.refusals import closed, refusal
+from pool.store.running import run_stream
+from pool.store.scripts import Command, script
 from pool.store.server_clock import ServerClock
 
 #: A connection that was broken while it lay in the pool fails at once. What takes longer (no free connection, no
@@ -35,6 +37,10 @@ AT_ONCE_S = 0.5
 #: How often a submit is tried whose reply says, in time, that it came too late.
 LATE_TRIES = 3
 PLAIN = PlainWay()
+#: Where the first key is in a verb's command.
+FIRST_KEY = 3
+#: The `maxmemory-policy` that drops nothing.
+NO_EVICTION = "noeviction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +72,11 @@ class JobStore:
         `key`: the Idempotency-Key that was claimed for it; a refusal is then final for this id, and the key is free.
         `way`: how it comes in.
 
-        Raises QueueFull (nothing stored) and StateUnavailable (submitting the same NewJob again is safe).
+        Raises QueueFull and ModelClosed (nothing stored), and StateUnavailable: submitting the same NewJob again is
+        safe.
         """
-        shortage = self._memory.refusal()
+        keys = keys_of(job.ref)
+        shortage = self._memory.refusal(keys.queue)
         cap = 0 if shortage else self._pending_per_model
         stored = stored_input(job)
 
@@ -80,7 +88,7 @@ class JobStore:
                 return way.command(job, accepted)
 
             while True:
-                code, *detail = self._timely(build)
+                code, *detail = self._timely(keys, build)
                 if not way.leads_on(code, detail):
                     return [code, *detail]
 
@@ -93,20 +101,22 @@ class JobStore:
             code, *detail = offer(range(len(stored.blocks)))
         if code == b"expired":
             raise JobExpired("This generation has ended and is no longer stored.")
-        if code in (b"full", b"crowded", b"many", b"refused"):
+        if code in (b"full", b"crowded", b"many", b"refused", b"closed"):
             if key is not None:
                 self.release(job, key)
+            if code == b"closed":
+                raise closed(job, detail[1], again=bool(detail[2]))
             raise shortage or refusal(job, code, detail, self._pending_per_model)
 
-    def _timely(self, build: Callable[[int], Command]) -> list[Any]:
+    def _timely(self, keys: ModelKeys, build: Callable[[int], Command]) -> list[Any]:
         """Run a verb that shall not be carried out once we have given up on its reply, as a server that hung would.
         `build` gets the last moment by the server's clock. Replies begin with a code and, unless "missing", that
         clock's time."""
-        self._clock.ask()
+        self._clock.ask(keys)
         for _ in range(LATE_TRIES):
-            code, *detail = self._run_built(lambda: build(self._clock.now_ms() + self._patience_ms))
+            code, *detail = self._run_built(keys.queue, lambda: build(self._clock.now_ms(keys) + self._patience_ms))
             if code != b"missing":
-                self._clock.told(int(detail[0]))
+                self._clock.told(keys, int(detail[0]))
             if code != b"late":
                 return [code, *detail]
             # We are still here: the server's clock was set meanwhile, or the way was long. Now we know its time.
@@ -225,38 +235,40 @@ class JobStore:
             with state_errors():
                 pipe.execute()
 
-    def ping(self) -> None:
-        """Raises StateUnavailable unless the server answers and accepts writes."""
+    def ping(self, models: Sequence[str] = ()) -> None:
+        """Raises StateUnavailable unless the server answers and accepts writes; in a cluster, all nodes that own keys
+        of these models."""
         with state_errors():
-            role = self._client.execute_command("ROLE")
-            if role[0] != b"master":
+            if any(node.execute_command("ROLE")[0] != b"master" for node in nodes(self._client)):
                 raise StateUnavailable("The state server is a replica and takes no writes.")
-            # It never exists, so nothing is set; a server that takes no writes refuses it all the same.
-            self._client.set(PROBE, b"", xx=True)
+            for probe in [PROBE, *(ModelKeys(f"{model}:0").probe for model in models)]:
+                # It never exists, so nothing is set; a server that takes no writes refuses it all the same.
+                self._client.set(probe, b"", xx=True)
 
     def memory_policy(self) -> str:
-        """The server's `maxmemory-policy`; anything but `noeviction` can lose jobs."""
+        """The server's `maxmemory-policy`; anything but `noeviction` can lose jobs. Of a cluster, the worst."""
         with state_errors():
-            return str(self._client.info("memory").get("maxmemory_policy", "unknown"))
+            found = [str(node.info("memory").get("maxmemory_policy", "unknown")) for node in nodes(self._client)]
+        return next((policy for policy in found if policy != NO_EVICTION), NO_EVICTION)
 
     def _run(self, command: Command) -> list[Any]:
-        return self._run_built(lambda: command)
+        return self._run_built(str(command[FIRST_KEY]), lambda: command)
 
-    def _run_built(self, build: Callable[[], Command]) -> list[Any]:
+    def _run_built(self, key: str, build: Callable[[], Command]) -> list[Any]:
         """Run a verb; once more when the connection broke, as pooled ones do when the server was restarted. Every verb
         of this class may be repeated. It is built when it is sent: there may be a wait for a free connection before."""
         began_s = time.monotonic()
         with state_errors():
             try:
-                return self._run_once(build)
+                return self._run_once(key, build)
             except redis.exceptions.ConnectionError:
                 if time.monotonic() - began_s > AT_ONCE_S:
                     raise
-                return self._run_once(build)
+                return self._run_once(key, build)
 
-    def _run_once(self, build: Callable[[], Command]) -> list[Any]:
+    def _run_once(self, key: str, build: Callable[[], Command]) -> list[Any]:
         reply: list[Any]
-        (reply,) = run_stream(self._client, (build() for _ in range(1)))
+        (reply,) = run_stream(self._client, (build() for _ in range(1)), key=key)
         return reply
 
     def _run_known(self, ref: JobRef, command: Command) -> list[Any]:

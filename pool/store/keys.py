@@ -25,6 +25,11 @@ def node_channel(node: str) -> str:
     return f"{PREFIX}node:{node.removesuffix(END_ONLY)}"
 
 
+def model_channel(model: str) -> str:
+    """Pub/sub channel of those who follow a model's lifecycle: a message says that it was changed."""
+    return f"{PREFIX}model:{model}"
+
+
 def wants_tokens(node: str) -> bool:
     """Whether a name in a job's `watch` field stands for a process that wants each token as it comes."""
     return not node.endswith(END_ONLY)
@@ -43,6 +48,11 @@ class ModelKeys:
     def queue(self) -> str:
         """STREAM, one entry a queued or running job: field `job` = its token."""
         return self._key("queue")
+
+    @cached_property
+    def model(self) -> str:
+        """HASH: whether the model is wanted, and how that goes (pool/store/lifecycle.py). None: it is wanted."""
+        return self._key("model")
 
     @cached_property
     def index(self) -> str:
@@ -100,6 +110,11 @@ class ModelKeys:
     def card(self) -> str:
         """HASH: what a worker published about the model (context length, vocabulary, ...)."""
         return self._key("card")
+
+    @cached_property
+    def probe(self) -> str:
+        """Never exists, as PROBE, but is where the model is."""
+        return self._key("probe")
 
     def rank(self, rank: str) -> str:
         """HASH with TTL: one rank's incarnation, host, pid and facts."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pool.errors import StateUnavailable
 from pool.store.connection import Client, state_errors
+from pool.store.nodes import node_of, nodes
 
 #: Share of `maxmemory` above which no new job is accepted.
 FULL_SHARE = 0.85
@@ -27,33 +28,44 @@ class Memory:
         return self.used_bytes / self.limit_bytes if self.limit_bytes else None
 
 
-def memory_of(client: Client) -> Memory:
-    """Ask the server. Raises StateUnavailable."""
+def memory_of(server: Client) -> Memory:
+    """Ask a server; of a cluster, one of its nodes. Raises StateUnavailable."""
     with state_errors():
-        found = client.info("memory")
+        found = server.info("memory")
     return Memory(int(found["used_memory"]), int(found.get("maxmemory", 0)))
 
 
+def memories(client: Client) -> list[Memory]:
+    """Of all servers that have keys. Raises StateUnavailable."""
+    with state_errors():
+        servers = nodes(client)
+    return [memory_of(server) for server in servers]
+
+
 class MemoryGate:
-    """Looks at the server's memory at most once a second."""
+    """Looks at a server's memory at most once a second."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._share = 0.0
-        self._measured_s = float("-inf")
+        #: Share in use, and when that was, by server.
+        self._measured: dict[Client, tuple[float, float]] = {}
 
-    def refusal(self) -> StateUnavailable | None:
-        """Why no new job is taken: more than 85 % of `maxmemory` are in use. Without a limit there is never a reason.
+    def refusal(self, key: str) -> StateUnavailable | None:
+        """Why no new job is taken: more than 85 % of `maxmemory` are in use where the key is. Without a limit there is
+        never a reason.
 
         Raises StateUnavailable when the server cannot be asked.
         """
         now_s = time.monotonic()
-        if now_s - self._measured_s > FRESH_S:
-            self._share = memory_of(self._client).share or 0.0
-            self._measured_s = now_s
-        if self._share <= FULL_SHARE:
+        with state_errors():
+            server = node_of(self._client, key)
+        share, measured_s = self._measured.get(server, (0.0, float("-inf")))
+        if now_s - measured_s > FRESH_S:
+            share = memory_of(server).share or 0.0
+            self._measured[server] = (share, now_s)
+        if share <= FULL_SHARE:
             return None
         return StateUnavailable(
-            f"The state server uses {self._share:.0%} of its memory; new jobs are accepted below {FULL_SHARE:.0%}.",
+            f"The state server uses {share:.0%} of its memory; new jobs are accepted below {FULL_SHARE:.0%}.",
             code="state_memory_full",
         )

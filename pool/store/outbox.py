@@ -14,7 +14,7 @@ from pool.store.ids import JobRef
 from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
 from pool.store.records import JobRecord
-from pool.store.scripts import run_many
+from pool.store.running import run_many
 
 BATCH = 100
 

@@ -18,7 +18,8 @@ from pool.store.log import pack
 from pool.store.placements import NOTHING, Placement, placement_of
 from pool.store.program_keys import RankKeys
 from pool.store.rebuilding import heal, rebuild_rank
-from pool.store.scripts import Command, run_many, run_stream, script
+from pool.store.running import run_many, run_stream
+from pool.store.scripts import Command, script
 from pool.store.trials import AMONG_OTHERS
 
 
@@ -55,7 +56,7 @@ class ProgramDelivery(Delivery):
             yield found
 
     def _run_begins(self, entries: Sequence[Entry], commands: Iterable[Command]) -> Iterator[list[Any]]:
-        for entry, reply in zip(entries, run_stream(self.reader, commands), strict=True):
+        for entry, reply in zip(entries, run_stream(self.reader, commands, key=self.keys.queue), strict=True):
             if reply[0] != b"ok" or not entry.program:
                 yield reply
                 continue
@@ -68,6 +69,7 @@ class ProgramDelivery(Delivery):
             queue=self.keys.queue,
             leases=self.keys.leases,
             timers=self.keys.timers,
+            model=self.keys.model,
             program=self.keys.record(entry.program),
             book=self.keys.place(self.rank)["book"],
             token=entry.token,

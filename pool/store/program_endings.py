@@ -15,7 +15,8 @@ from pool.store.connection import Client
 from pool.store.ids import JobRef
 from pool.store.keys import ModelKeys
 from pool.store.program_keys import ProgramKeys
-from pool.store.scripts import Command, run, script
+from pool.store.running import run
+from pool.store.scripts import Command, script
 
 #: How often a verb is run again because what it must declare has changed meanwhile.
 TRIES = 20

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from pool.store.connection import state_errors
 from pool.store.program_views import Snapshot
 from pool.store.programs import ProgramStore
-from pool.store.scripts import run, script
+from pool.store.running import run
+from pool.store.scripts import script
 
 #: Programs that are looked at in one call.
 BATCH = 100

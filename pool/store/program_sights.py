@@ -11,7 +11,7 @@ from pool.store.program_keys import ProgramKeys
 #: Ranks of which a sight tells that they changed, longest ago first.
 MOST_DIRTY = 1000
 #: Commands of a look at one model.
-LOOKS = 3
+LOOKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ def sights(client: Client, models: Sequence[ProgramKeys]) -> list[Sight]:
         pipe.zrange(keys.members, 0, -1, withscores=True)
         pipe.zrange(keys.dirty, 0, MOST_DIRTY - 1)
         pipe.zrange(keys.program_timers, 0, 0, withscores=True)
-    pipe.time()
+        pipe.time()
     with state_errors():
-        *replies, clock = pipe.execute()
-    now_ms = clock[0] * 1000 + clock[1] // 1000
+        replies = pipe.execute()
     found = []
     for start in range(0, len(replies), LOOKS):
-        members, dirty, timers = replies[start : start + LOOKS]
+        members, dirty, timers, clock = replies[start : start + LOOKS]
+        now_ms = clock[0] * 1000 + clock[1] // 1000
         found.append(
             Sight(
                 {rank.decode(): int(seen_ms) for rank, seen_ms in members},

@@ -12,16 +12,20 @@ from typing import NamedTuple
 
 import redis
 
+from pool.rules.programs.facts import PauseReason
 from pool.store import program_endings
 from pool.store.connection import state_errors
 from pool.store.entries import token_of
 from pool.store.ids import JobRef
 from pool.store.keys import GROUP
+from pool.store.nodes import server_ms
 from pool.store.program_endings import Declared, Terms, run_declared
 from pool.store.program_keys import program_id_of
 from pool.store.programs import ProgramStore
-from pool.store.scripts import Command, run, run_many, script
+from pool.store.running import run, run_many
+from pool.store.scripts import Command, script
 
+FAILOVER = PauseReason.HEALTH_FAILOVER.value
 #: Items looked at in one call.
 BATCH = 100
 
@@ -64,12 +68,15 @@ class ProgramUpkeep:
         code, *former = self._seat(rank, incarnation)
         return code == "ok" and former != [""]
 
-    def lose(self, rank: str, incarnation: str, *, leaves: bool = False) -> bool:
+    def lose(self, rank: str, incarnation: str, *, leaves: bool = False, why: str = FAILOVER) -> bool:
         """A process has lost its rank, because its registration ran out or, `leaves`, it gives it up; whether it had
-        it. What a process that leaves has begun may still end there, while its leases hold."""
-        return self._seat(rank, "", former=incarnation, leaves=leaves)[0] == "ok"
+        it. What a process that leaves has begun may still end there, while its leases hold. `why`: what Programs are
+        paused for that lose their place by it."""
+        return self._seat(rank, "", former=incarnation, leaves=leaves, why=why)[0] == "ok"
 
-    def _seat(self, rank: str, incarnation: str, *, former: str = "", leaves: bool = False) -> list[str]:
+    def _seat(
+        self, rank: str, incarnation: str, *, former: str = "", leaves: bool = False, why: str = FAILOVER
+    ) -> list[str]:
         command = script("seat")(
             record=self._keys.rank(rank),
             members=self._keys.members,
@@ -79,6 +86,7 @@ class ProgramUpkeep:
             incarnation=incarnation,
             former=former,
             leaves=int(leaves),
+            why=why,
             lease=self._terms.lease_ms,
         )
         with state_errors():
@@ -230,10 +238,8 @@ class ProgramUpkeep:
     def expire(self) -> list[Expired]:
         """Carry out timers that are due, at most BATCH; those that did something."""
         with state_errors():
-            clock = self._client.time()
-            due = self._client.zrangebyscore(
-                self._keys.program_timers, "-inf", clock[0] * 1000 + clock[1] // 1000, start=0, num=BATCH
-            )
+            now_ms = server_ms(self._client, self._keys.program_timers)
+            due = self._client.zrangebyscore(self._keys.program_timers, "-inf", now_ms, start=0, num=BATCH)
             done = [self._carry_out(timer.decode()) for timer in due]
         return [expired for expired in done if expired.code in ("paused", "released")]
 

@@ -1,7 +1,7 @@
 """Programs of one model in Redis: arrivals, snapshots of ranks, and plans carried out. No policy: `pool.rules` decides.
 
-Any process may call any of this at any time: each verb is atomic, checks for itself what it relies on, and says what it
-did. `pool/store/program_upkeep.py` has what is due by time and by the loss of ranks.
+Any process may call any of this at any time: each verb is atomic, checks what it relies on, and says what it did.
+`pool/store/program_upkeep.py` has what is due by time and by the loss of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pool.store.program_keys import ProgramKeys, program_id_of
 from pool.store.program_records import Arrival, Stored, stored_of
 from pool.store.program_views import Outline, Snapshot, outlines, snapshot
 from pool.store.records import NewJob
-from pool.store.scripts import Command, run, script
+from pool.store.running import run
+from pool.store.scripts import Command, script
 
 #: Operations of one plan; those behind them wait for the next.
 MOST_OPERATIONS = 30
@@ -240,8 +241,7 @@ class ProgramStore:
         return Applied("ok", int(rest[0]), tuple((p.decode(), why.decode()) for p, why in rest[1:]))
 
     def rebind(self, program: str, rank: str, other: str, why: str) -> int | None:
-        """Bind a Program without a place to another rank; the version of that one's book, None where it has a place, or
-        is gone."""
+        """Bind a Program without a place to another rank; the version of its book, None where it has a place or is gone."""
 
         def build(declared: Declared) -> Command:
             now = declared.rank

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pool.store.connection import Client
 from pool.store.delivery import BATCH, Delivery
 from pool.store.handouts import Entry, Lease, Write, Written
 from pool.store.keys import GROUP
@@ -50,20 +51,20 @@ class RankDelivery(ProgramDelivery):
     def _pending(self) -> list[Entry]:
         return [*super()._pending(), *self.plain._pending()]
 
-    def _read_new(self, room: int, block_ms: int) -> list[Entry]:
+    def _read_new(self, server: Client, room: int, block_ms: int) -> list[Entry]:
         if not self.seated:
-            return self.plain._read_new(room, block_ms)
+            return self.plain._read_new(server, room, block_ms)
         if room == 1:
             self._programs_first = not self._programs_first
-            found = self._read_from([self if self._programs_first else self.plain], 1, None)
+            found = self._read_from(server, [self if self._programs_first else self.plain], 1, None)
             if found:
                 return found
         # So many of each; a read that has waited ends with what came into one of them.
-        return self._read_from([self, self.plain], max(room // 2, 1), block_ms)
+        return self._read_from(server, [self, self.plain], max(room // 2, 1), block_ms)
 
-    def _read_from(self, sides: Sequence[Delivery], count: int, block_ms: int | None) -> list[Entry]:
+    def _read_from(self, server: Client, sides: Sequence[Delivery], count: int, block_ms: int | None) -> list[Entry]:
         by_queue = {side.keys.queue: side for side in sides}
-        reply = self.reader.xreadgroup(
+        reply = server.xreadgroup(
             GROUP, self.rank, dict.fromkeys(by_queue, ">"), count=min(count, BATCH), block=block_ms
         )
         entries: list[Entry] = []

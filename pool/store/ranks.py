@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pool.rules.model_states import LOADED, NOT_SERVING
 from pool.store.connection import Client, state_errors
 from pool.store.keys import ModelKeys
-from pool.store.scripts import Value, run, script
+from pool.store.running import run
+from pool.store.scripts import Value, script
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,18 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
+class Wish:
+    """What a rank is told with each heartbeat. `loaded`: its model is wanted; `change`: the number of that wish;
+    `is_asked`: an admin has asked to load it, and no rank has done so yet; `drain_ms`: how long what runs may take,
+    where it is to be unloaded."""
+
+    loaded: bool = True
+    change: int = 0
+    is_asked: bool = False
+    drain_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Rank:
     """A live rank as listed; `facts` are what it last reported (JSON)."""
 
@@ -41,6 +55,11 @@ class Rank:
     host: str
     pid: int
     facts: dict[str, Any]
+
+    @property
+    def state(self) -> str:
+        """What it does with its model: loading, loaded, draining, unloaded or failed."""
+        return str(self.facts.get("state", LOADED))
 
     @property
     def slots(self) -> int:
@@ -60,16 +79,17 @@ class RankRegistry:
         self._client = client
         self._keys = ModelKeys(f"{model}:{shard}")
 
-    def beat(self, rank: str, incarnation: str, *, lease_ms: int, facts: Mapping[str, Any]) -> bool:
-        """Register or renew. False: another process lives under this rank id; choose another."""
-        code, *holder = self._beat(rank, incarnation, lease_ms, facts, replace=False)
-        if code == b"ok":
-            return True
-        host, pid = holder[0].decode(), int(holder[1])
-        if host == socket.gethostname() and not _is_alive(pid):
+    def beat(self, rank: str, incarnation: str, *, lease_ms: int, facts: Mapping[str, Any]) -> Wish | None:
+        """Register or renew; what is wanted of it. None: another process lives under this rank id; choose another."""
+        code, *detail = self._beat(rank, incarnation, lease_ms, facts, replace=False)
+        if code != b"ok":
+            host, pid = detail[0].decode(), int(detail[1])
+            if host != socket.gethostname() or _is_alive(pid):
+                return None
             # A crashed predecessor on this machine: its place need not wait for its lease.
-            return bool(self._beat(rank, incarnation, lease_ms, facts, replace=True)[0] == b"ok")
-        return False
+            _, *detail = self._beat(rank, incarnation, lease_ms, facts, replace=True)
+        wanted, change, done, drain_ms = detail
+        return Wish(wanted != b"unloaded", change, is_asked=wanted == b"loaded" and change != done, drain_ms=drain_ms)
 
     def _beat(
         self, rank: str, incarnation: str, lease_ms: int, facts: Mapping[str, Any], *, replace: bool
@@ -81,6 +101,8 @@ class RankRegistry:
             rank=rank,
             incarnation=incarnation,
             replace=int(replace),
+            model=self._keys.model,
+            state=str(facts.get("state", LOADED)),
             lease=lease_ms,
             fields=fields,
         )
@@ -99,7 +121,11 @@ class RankRegistry:
         run(self._client, command)
 
     def live(self) -> list[Rank]:
-        """Ranks whose lease holds (their records expire with it)."""
+        """Ranks that serve, or finish what they have begun: not those that have no model loaded."""
+        return [rank for rank in self.present() if rank.state not in NOT_SERVING]
+
+    def present(self) -> list[Rank]:
+        """Ranks whose lease holds (their records expire with it), in whichever state."""
         with state_errors():
             ids = [rank.decode() for rank in self._client.zrange(self._keys.ranks, 0, -1)]
             pipe = self._client.pipeline(transaction=False)

@@ -9,7 +9,8 @@ import redis
 from pool.store.connection import Client
 from pool.store.keys import GROUP, ModelKeys
 from pool.store.program_keys import RankKeys
-from pool.store.scripts import run_many, script
+from pool.store.running import run_many
+from pool.store.scripts import script
 
 BATCH = 100
 

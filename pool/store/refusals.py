@@ -1,10 +1,10 @@
-"""What a refused submit is told: which limit, and when to come back."""
+"""What a refused submit is told: which limit, or what the model does, and when to come back."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pool.errors import QueueFull
+from pool.errors import ModelClosed, QueueFull
 from pool.store.records import NewJob
 
 #: Nobody knows when a place becomes free; a client that asks every few seconds finds one soon enough.
@@ -33,3 +33,14 @@ def refusal(job: NewJob, code: bytes, detail: list[Any], pending_per_model: int)
         retry_after_s=COME_BACK_S,
         code=name,
     )
+
+
+def closed(job: NewJob, why: bytes, *, again: bool) -> ModelClosed:
+    """The error for "closed" of submit.lua. `again`: the model will be loaded by itself."""
+    model, retry_after_s = job.ref.model, COME_BACK_S if again else None
+    if why == b"unloading":
+        then = "It is loaded again afterwards; try again later." if again else "An admin must load it again."
+        return ModelClosed(f"{model} is being unloaded. {then}", code="model_unloading", retry_after_s=retry_after_s)
+    if why == b"unloaded":
+        return ModelClosed(f"{model} is not loaded. An admin must load it.", code="model_not_loaded")
+    return ModelClosed(f"{model} could not be loaded. An admin must load it again.", code="model_failed")

@@ -19,29 +19,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
-
-import hiredis
-import redis
-
-from pool.store.connection import Client
+from typing import cast
 
 _LUA = Path(__file__).parent / "lua"
 _DECLARATION = re.compile(r"^-- (KEYS|KEY|GROUP|ARG|INCLUDE|FLAGS|RETURN)\s+(.*)$")
 _LIBRARY_GROUP = re.compile(r"^-- GROUP\s+(\S+)\s+(.*)$", re.MULTILINE)
 
-#: Its type says that a command is a single word.
-_pack: Any = hiredis.pack_command
-
 Value = str | bytes | int | float
 Command = list[Value]
-
-#: Commands sent at once: enough to share a system call, few enough that the server starts early.
-PART = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,125 +147,6 @@ def _locals(
             read = "ARGV[_at]" if unit == "str" else "tonumber(ARGV[_at])"
             yield "_at = _at + 1"
             yield f"local {name} = {read}"
-
-
-def run(client: Client, command: Command) -> Any:
-    """Run one verb; loads it when the server does not know it (first use, restart, SCRIPT FLUSH)."""
-    return run_many(client, [command])[0]
-
-
-def run_many(client: Client, commands: Sequence[Command]) -> list[Any]:
-    """Run commands in order, in about one round trip; the replies in order. Raises the first error reply."""
-    return list(run_stream(client, commands))
-
-
-def run_stream(client: Client, commands: Iterable[Command]) -> Iterator[Any]:
-    """Run commands in order and yield their replies in order, a part at a time: while the server works on one part, the
-    next is built (`commands` is read lazily) and the replies of the last are used by the caller.
-
-    A verb unknown to the server is loaded and sent again alone: NOSCRIPT means that it did nothing. Raises the first
-    error reply, at its place; then, or when the caller stops early, the connection is dropped, because later replies
-    on it would answer the next caller.
-    """
-    connection = client.connection_pool.get_connection()
-    try:
-        yield from _run_on(connection, commands)
-    finally:
-        client.connection_pool.release(connection)
-
-
-class Line:
-    """`run_stream` for one thread that runs a command at a time and often, over a connection of its own beside those of
-    the client's pool: going through the pool takes as long as all else that such a command takes here."""
-
-    def __init__(self, client: Client) -> None:
-        self._pool = client.connection_pool
-        self._connection: Any = None
-
-    def run_stream(self, commands: Iterable[Command]) -> Iterator[Any]:
-        """As `run_stream`."""
-        if self._connection is None:
-            self._connection = self._pool.make_connection()
-        _check_idle(self._connection)
-        return _run_on(self._connection, commands)
-
-    def close(self) -> None:
-        """Close the connection; the next command opens it again."""
-        if self._connection is not None:
-            self._connection.disconnect()
-
-
-def _check_idle(connection: Any) -> None:
-    """As the pool does it: a connection that was broken while nobody used it is made anew."""
-    connection.connect()
-    try:
-        clean = not connection.can_read()
-    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError):
-        clean = False
-    if not clean:
-        connection.disconnect()
-        connection.connect()
-
-
-def _run_on(connection: Any, commands: Iterable[Command]) -> Iterator[Any]:
-    done = False
-    try:
-        sent: list[Command] = []
-        for part in _parts(commands):
-            connection.send_packed_command(_packed(part))
-            replies = [_reply(connection) for _ in sent]
-            if any(isinstance(reply, redis.exceptions.NoScriptError) for reply in replies):
-                # Nothing may be outstanding while the verb is loaded, so this part's replies are read as well.
-                replies += [_reply(connection) for _ in part]
-                replies = _reload(connection, [*sent, *part], replies)
-                part = []  # noqa: PLW2901 - it has been answered
-            yield from map(_checked, replies)
-            sent = part
-        yield from map(_checked, _reload(connection, sent, [_reply(connection) for _ in sent]))
-        done = True
-    finally:
-        if not done:
-            connection.disconnect()
-
-
-def _packed(commands: Iterable[Command]) -> list[bytes]:
-    """On the wire, all of them in one piece: redis-py's own way looks at each argument twice."""
-    return [b"".join([_pack(tuple(command)) for command in commands])]
-
-
-def _parts(commands: Iterable[Command]) -> Iterator[list[Command]]:
-    part: list[Command] = []
-    for command in commands:
-        part.append(command)
-        if len(part) == PART:
-            yield part
-            part = []
-    if part:
-        yield part
-
-
-def _reply(connection: Any) -> Any:
-    try:
-        return connection.read_response()
-    except redis.exceptions.ResponseError as error:
-        return error
-
-
-def _checked(reply: Any) -> Any:
-    if isinstance(reply, Exception):
-        raise reply
-    return reply
-
-
-def _reload(connection: Any, commands: Sequence[Command], replies: list[Any]) -> list[Any]:
-    """The replies, with those commands run again whose verb the server did not know."""
-    for position, reply in enumerate(replies):
-        if isinstance(reply, redis.exceptions.NoScriptError):
-            source = next(known.source for known in all_scripts() if known.sha == commands[position][1])
-            load: Command = ["SCRIPT", "LOAD", source]
-            connection.send_packed_command(_packed([load, commands[position]]))
-            replies[position] = [_reply(connection) for _ in range(2)][1]
-    return replies
 
 
 @cache

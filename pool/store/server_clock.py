@@ -1,10 +1,13 @@
-"""The state server's clock as seen from here: what must not happen late is given a last moment by that clock."""
+"""The state server's clock as seen from here: what must not happen late is given a last moment by that clock. In a
+cluster each node has its own; the one that counts is that of the node which has the job."""
 
 from __future__ import annotations
 
 import time
 
 from pool.store.connection import Client, state_errors
+from pool.store.keys import ModelKeys
+from pool.store.nodes import server_ms
 
 
 class ServerClock:
@@ -13,21 +16,21 @@ class ServerClock:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._told: tuple[int, float] | None = None
+        #: What was said last, and when by our own clock, by model.
+        self._told: dict[str, tuple[int, float]] = {}
 
-    def ask(self) -> None:
-        """Ask the server, unless it was heard before. Raises StateUnavailable."""
-        if self._told is None:
+    def ask(self, keys: ModelKeys) -> None:
+        """Ask the model's server, unless it was heard before. Raises StateUnavailable."""
+        if keys.tag not in self._told:
             with state_errors():
-                seconds, micros = self._client.time()
-            self.told(seconds * 1000 + micros // 1000)
+                at_ms = server_ms(self._client, keys.queue)
+            self.told(keys, at_ms)
 
-    def told(self, at_ms: int) -> None:
+    def told(self, keys: ModelKeys, at_ms: int) -> None:
         """A reply, just come, says that this is the server's time."""
-        self._told = (at_ms, time.monotonic())
+        self._told[keys.tag] = (at_ms, time.monotonic())
 
-    def now_ms(self) -> int:
+    def now_ms(self, keys: ModelKeys) -> int:
         """The server's time; `ask` comes first."""
-        assert self._told is not None, "the server was never asked"
-        at_ms, heard_s = self._told
+        at_ms, heard_s = self._told[keys.tag]
         return at_ms + int((time.monotonic() - heard_s) * 1000)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pool.rules.programs.facts import PauseReason
 from pool.store.connection import Client, state_errors
 from pool.store.program_keys import ProgramKeys
 
@@ -46,6 +47,13 @@ def standing(client: Client, keys: ProgramKeys, rank: str) -> Standing:
         leaving={program.decode(): int(tokens) for program, tokens in leaving.items()},
         sent=sent,
     )
+
+
+def lost_why(client: Client, keys: ProgramKeys, rank: str) -> PauseReason:
+    """What Programs are paused for that had a place with the last process of a rank. Raises StateUnavailable."""
+    with state_errors():
+        why = client.hget(keys.place(rank)["book"], "why")
+    return PauseReason.HEALTH_FAILOVER if why is None else PauseReason(why.decode())
 
 
 class Stay(StrEnum):

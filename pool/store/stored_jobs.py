@@ -14,7 +14,8 @@ from pool.store.inputs import read_input
 from pool.store.jobs import JobStore
 from pool.store.keys import keys_of
 from pool.store.program_positions import ahead_of_program_job
-from pool.store.scripts import Command, run, script
+from pool.store.running import run
+from pool.store.scripts import Command, script
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,14 @@ from pool.store.ids import MODEL_PATTERN
 from pool.store.inputs import run_endings
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
+from pool.store.lifecycle import Lifecycle
+from pool.store.nodes import is_spread
 from pool.store.program_endings import Terms, of_programs
 from pool.store.rebuilding import rebuild
-from pool.store.scripts import Command, run_many, script
+from pool.store.running import run_many
+from pool.store.scripts import Command, script
 from pool.store.totals import ADD_UP_FROM, add_up
+from pool.store.unloading import Unloading
 
 DEAD_LETTERS_KEPT = 10_000
 #: Timers looked at in one sweep.
@@ -56,6 +60,8 @@ class Sweeper:
         self._max_deliveries = max_deliveries
         self._result_ttl_ms = result_ttl_ms
         self.terms = Terms(max_deliveries, result_ttl_ms, DEAD_LETTERS_KEPT, lease_ms)
+        #: Whether a model's server may be away while others are there.
+        self.is_spread = is_spread(client)
         self._looks_of: dict[str, list[Command]] = {}
 
     def sweep(self, model: str) -> Swept:
@@ -76,6 +82,10 @@ class Sweeper:
             for at, model in enumerate(models)
         ]
 
+    def unloading(self, model: str) -> Unloading:
+        """What is to be done while the model is being unloaded."""
+        return Unloading(Lifecycle(self._client, model), self._store, result_ttl_ms=self._result_ttl_ms)
+
     def _looks(self, model: str) -> list[Command]:
         """Always the same for a model, so they are made once."""
         if model not in self._looks_of:
@@ -86,14 +96,21 @@ class Sweeper:
         assert MODEL_PATTERN.fullmatch(model), "model names come from the catalogue"
         keys = ModelKeys(f"{model}:0")
         sweep = script("sweep")(
-            sweep=keys.sweep, leases=keys.leases, queue=keys.queue, index=keys.index, lease=self._lease_ms
+            sweep=keys.sweep,
+            leases=keys.leases,
+            queue=keys.queue,
+            index=keys.index,
+            model=keys.model,
+            lease=self._lease_ms,
         )
         return [sweep, ["TIME"], ["ZRANGE", keys.timers, 0, TIMERS - 1, "WITHSCORES"], ["LLEN", keys.tally]]
 
     def act(self, sight: Sight) -> Swept:
         """Do what was seen."""
         keys = sight.keys
-        (code, *found), clock, timers, tallied = sight.replies
+        (code, unloads, *found), clock, timers, tallied = sight.replies
+        if unloads:
+            self.unloading(sight.model).go_on()
         with state_errors():
             if tallied >= ADD_UP_FROM:
                 add_up(self._client, keys)

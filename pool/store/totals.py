@@ -15,7 +15,8 @@ from typing import Any
 from pool.rules import jobs
 from pool.store.connection import Client, state_errors
 from pool.store.keys import ModelKeys
-from pool.store.scripts import Command, run_many, script
+from pool.store.running import run_many
+from pool.store.scripts import Command, script
 
 #: Upper bounds of the histograms, in ms; lua/lib/finish.lua has the same.
 BOUNDS_MS = (10, 50, 100, 500, 1000, 5000, 10_000, 60_000, 300_000, 600_000, 3_600_000)

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from pool.store.connection import Client
 from pool.store.handouts import Entry, Lease
 from pool.store.keys import ModelKeys
-from pool.store.scripts import run_many, script
+from pool.store.running import run_many
+from pool.store.scripts import script
 
 #: How far a rank is from empty when it begins a job, for `begin.lua`. ALL_ALONE also stands for having waited for that
 #: long enough among jobs that have shown tokens.

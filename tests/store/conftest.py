@@ -10,27 +10,25 @@ import pytest
 from pool.store.connection import Client, connect
 from pool.store.delivery import Delivery
 from pool.store.jobs import JobStore
+from pool.store.nodes import nodes
 from pool.store.scripts import all_scripts
 from pool.store.server import StateServer
 from tests import builders
-from tests.processes import free_port
+from tests.clusters import StateCluster
 from tests.program_scene import Scene, settings
 from tests.program_site import Site
-from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="session")
-def state_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StateServer]:
-    """A one-node cluster that owns every slot."""
+def state_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StateCluster | StateServer]:
+    """A one-node cluster that owns every slot; with STATE=cluster in the environment, one of three nodes."""
     folder = tmp_path_factory.mktemp("cluster")
-    # Without its own number the cluster port is the server's plus 10,000, which is none for a high port.
-    arguments = ["--cluster-enabled", "yes", "--cluster-port", str(free_port())]
-    with StateServer(folder, port=0, extra_args=arguments) as server:
-        client = connect(server.url)
-        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        wait_until(lambda: client.cluster("INFO")["cluster_state"] == "ok", description="the cluster to be up")
-        client.connection_pool.disconnect()
-        yield server
+    if os.environ.get("STATE") == "cluster":
+        with StateCluster(folder) as cluster:
+            yield cluster
+    else:
+        with StateCluster(folder, primaries=1) as cluster:
+            yield cluster.primaries[0].server
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +45,9 @@ def note_verbs(request: pytest.FixtureRequest, client: Client, verbs_run: set[st
     """A verb is loaded when it is first run; the emptied server of a test knows none."""
     yield
     if request.path.name != "test_scripts.py":  # there they are loaded without being run
-        loaded = client.script_exists(*(verb.sha for verb in all_scripts()))
-        verbs_run |= {verb.name for verb, known in zip(all_scripts(), loaded, strict=True) if known}
+        for node in nodes(client):
+            loaded = node.script_exists(*(verb.sha for verb in all_scripts()))
+            verbs_run |= {verb.name for verb, known in zip(all_scripts(), loaded, strict=True) if known}
 
 
 @pytest.fixture

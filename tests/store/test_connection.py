@@ -10,6 +10,9 @@ import pytest
 import redis
 
 from pool.store.connection import connect
+from pool.store.nodes import node_of
+
+KEY = "gp:{tiny:0}:nothing"
 
 
 def test_a_busy_pool_serves_everybody(redis_url: str) -> None:
@@ -17,7 +20,7 @@ def test_a_busy_pool_serves_everybody(redis_url: str) -> None:
     client = connect(redis_url, max_connections=1, timeout_s=0.2)
 
     def call(_: int) -> object:
-        return client.blpop(["nothing"], timeout=0.025)
+        return client.blpop([KEY], timeout=0.025)
 
     with ThreadPoolExecutor(40) as callers:
         assert list(callers.map(call, range(40))) == [None] * 40
@@ -28,15 +31,15 @@ def test_nobody_waits_for_a_server_that_is_away(redis_url: str) -> None:
     """A command hangs: those behind it give up after their own wait, and connections that failed count for nothing."""
     holder = connect(redis_url, max_connections=1)
     client = connect(redis_url, max_connections=1, timeout_s=0.3)
-    client.ping()
-    pause = threading.Thread(target=lambda: holder.execute_command("CLIENT", "PAUSE", 3000, "ALL"))
+    client.exists(KEY)
+    pause = threading.Thread(target=lambda: node_of(holder, KEY).execute_command("CLIENT", "PAUSE", 3000, "ALL"))
     pause.start()
     pause.join()
     began_s = time.monotonic()
 
     def call(_: int) -> type[BaseException] | None:
         try:
-            client.ping()
+            client.exists(KEY)
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
             return type(error)
         return None
@@ -56,6 +59,6 @@ def test_it_never_opens_more_than_its_connections(redis_url: str, connections: i
     client = connect(redis_url, max_connections=connections)
     seen: set[int] = set()
     with ThreadPoolExecutor(20) as callers:
-        seen.update(callers.map(lambda _: int(client.client_id()), range(100)))
+        seen.update(callers.map(lambda _: int(node_of(client, KEY).client_id()), range(100)))
     assert len(seen) <= connections
     client.connection_pool.disconnect()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from pool.errors import GenpoolError, QueueFull, UnknownModel
-from pool.settings import LimitSettings, ModelSettings, StateSettings
+from pool.settings import LimitSettings, ModelSettings
+from pool.state_settings import StateSettings
 from pool.store.connection import Client
 from pool.store.dead_letters import DeadLetters
 from pool.store.delivery import Delivery

@@ -13,7 +13,8 @@ from pool.store.handouts import Handout, Lease, Write, failed
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
 from pool.store.log import LogEntry, pack, replay_of, unpack
-from pool.store.scripts import run, script
+from pool.store.running import run
+from pool.store.scripts import script
 from tests.builders import completed, delivery, entry, new_job
 
 
@@ -59,7 +60,7 @@ def test_only_the_owner_of_the_entry_begins(store: JobStore, rank_a: Delivery, c
 
     def begin(rank: str, nonce: str = "n1") -> bytes:
         command = script("begin")(job=keys.job(job.ref.token), queue=keys.queue, leases=keys.leases,
-        timers=keys.timers,
+        timers=keys.timers, model=keys.model,
         token=job.ref.token,
                                   entry=entry_id, rank=rank, nonce=nonce, lease=3000, alone=0)  # fmt: skip
         return bytes(run(client, command)[0])

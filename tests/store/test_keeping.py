@@ -12,6 +12,7 @@ from pool.store.handouts import Write
 from pool.store.ids import new_ref
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys, idempotency_key
+from pool.store.nodes import node_of
 from pool.store.rebuilding import heal, rebuild
 from tests import builders
 from tests.builders import completed, new_job
@@ -202,7 +203,7 @@ def test_a_nearly_full_server_takes_no_new_jobs_and_lets_old_ones_end(client: Cl
     job = new_job()
     store.submit(job)
     (handout,) = rank_a.take(1, 10).handouts
-    used = client.info("memory")["used_memory"]
+    used = node_of(client, KEYS.queue).info("memory")["used_memory"]
     client.config_set("maxmemory", int(used * 1.05))
     try:
         fresh = builders.job_store(client)

@@ -8,6 +8,7 @@ import pytest
 
 from pool.settings import ModelSettings
 from pool.store.connection import Client
+from pool.store.nodes import node_of
 from pool.store.program_views import MOST_IN_ORDER
 from tasks.config import Settings
 from tasks.programs import Programs
@@ -210,7 +211,7 @@ def test_without_programs_a_look_is_all(site: Site, client: Client) -> None:
     scene.client.delete(scene.keys.members)
     client.config_resetstat()
     site.programs[0].turn([MODEL])
-    used = {name: stats["calls"] for name, stats in client.info("commandstats").items()}
+    used = {name: stats["calls"] for name, stats in node_of(client, scene.keys.queue).info("commandstats").items()}
     assert {name: calls for name, calls in used.items() if "config" not in name} == {
         "cmdstat_zrange": 3,
         "cmdstat_time": 1,

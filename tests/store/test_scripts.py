@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pool.store.connection import Client
-from pool.store.scripts import Script, all_scripts, run, script
+from pool.store.running import run
+from pool.store.scripts import Script, all_scripts, script
 
 
 @pytest.mark.parametrize("verb", all_scripts(), ids=lambda verb: verb.name)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pool.errors import ContextTooLong, InvalidRequest, UnknownModel
-from pool.settings import LimitSettings, ModelSettings, StateSettings
+from pool.settings import LimitSettings, ModelSettings
+from pool.state_settings import StateSettings
 from pool.store.connection import Client
 from pool.store.jobs import JobStore
 from pool.store.ranks import Card, RankRegistry

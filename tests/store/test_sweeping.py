@@ -11,6 +11,7 @@ from pool.store.handouts import Handout, Taken, Write
 from pool.store.ids import JobRef
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
+from pool.store.nodes import server_ms
 from pool.store.sweeping import Swept
 from pool.store.trials import ALL_ALONE, AMONG_OTHERS, AMONG_PROVEN, keep, survived
 from tests.builders import LEASE_MS, completed, entry, new_job, sweeper
@@ -21,8 +22,7 @@ KEYS = ModelKeys("tiny:0")
 
 def steady(client: Client) -> None:
     """As if sweeps had run without a gap: the last one just now, and no hold."""
-    seconds, micros = client.time()
-    client.hset(KEYS.sweep, mapping={"last_ms": seconds * 1000 + micros // 1000, "hold_until_ms": 0})
+    client.hset(KEYS.sweep, mapping={"last_ms": server_ms(client, KEYS.sweep), "hold_until_ms": 0})
 
 
 def expire(client: Client, *handouts: Handout) -> None:
@@ -78,22 +78,21 @@ def test_after_a_gap_nothing_expires_for_a_full_lease(
     client: Client, running: Handout, rank_a: Delivery, gap_ms: int
 ) -> None:
     """A server that was away, or a clock that jumped, must not look like the death of every worker."""
-    seconds, _ = client.time()
-    client.hset(KEYS.sweep, mapping={"last_ms": seconds * 1000 - gap_ms, "hold_until_ms": 0})
+    at_ms = server_ms(client, KEYS.sweep)
+    client.hset(KEYS.sweep, mapping={"last_ms": at_ms - gap_ms, "hold_until_ms": 0})
     expire(client, running)
     sweeping = sweeper(client)
     assert sweeping.sweep("tiny").held
     assert sweeping.sweep("tiny").held
     hold_until_ms = int(client.hget(KEYS.sweep, "hold_until_ms"))
-    assert hold_until_ms >= seconds * 1000 + LEASE_MS
+    assert hold_until_ms >= at_ms + LEASE_MS
     finish(rank_a, running)
 
 
 def test_a_clock_that_went_back_does_not_lengthen_leases(client: Client, running: Handout, rank_a: Delivery) -> None:
     """Leases that lie ahead by the step end a lease from now, as after any gap; without a step they are nobody's to
     cut: a worker may have longer ones."""
-    seconds, _ = client.time()
-    ahead_ms = seconds * 1000 + 3_600_000
+    ahead_ms = server_ms(client, KEYS.sweep) + 3_600_000
     client.zadd(KEYS.leases, {running.lease.token: ahead_ms})
     steady(client)
     assert not sweeper(client).sweep("tiny").held

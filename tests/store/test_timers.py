@@ -11,6 +11,7 @@ from pool.store.delivery import Delivery
 from pool.store.handouts import Entry, Handout, Write
 from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
+from pool.store.nodes import server_ms
 from pool.store.sweeping import TIMERS
 from tests.builders import LEASE_MS, completed, entry, job_store, new_job, sweeper, swept_steadily
 from tests.waiting import wait_until
@@ -25,8 +26,7 @@ def due(client: Client, kind: str, token: str) -> None:
 
 def clock_ms(client: Client) -> int:
     """The server's."""
-    seconds, micros = client.time()
-    return int(seconds * 1000 + micros // 1000)
+    return server_ms(client, KEYS.timers)
 
 
 def kinds(client: Client) -> set[str]:

@@ -17,7 +17,8 @@ from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
 from pool.store.rebuilding import rebuild
 from pool.store.records import Output
-from pool.store.scripts import run_many, script
+from pool.store.running import run_many
+from pool.store.scripts import script
 from pool.store.totals import ADD_UP_FROM, BOUNDS_MS, Survey, Totals, add_up, surveys
 from tests.builders import completed, entry, give_up, new_job, sweeper, swept_steadily
 

@@ -13,6 +13,7 @@ from pool.errors import StateUnavailable
 from pool.store.connection import Client, connect, state_errors
 from pool.store.jobs import JobStore
 from pool.store.keys import PROBE, keys_of
+from pool.store.nodes import node_of
 from pool.store.server import StateServer
 from tests import builders
 from tests.builders import new_job
@@ -58,7 +59,8 @@ def test_a_submit_that_was_given_up_is_not_carried_out_later(
     store = builders.job_store(hasty)
     accepted, late = new_job(), new_job()
     store.submit(accepted)
-    before = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+    server = node_of(client, keys_of(late.ref).queue)
+    before = server.info("commandstats")["cmdstat_evalsha"]["calls"]
     os.kill(state_server.pid, signal.SIGSTOP)
     try:
         with pytest.raises(StateUnavailable):
@@ -66,7 +68,7 @@ def test_a_submit_that_was_given_up_is_not_carried_out_later(
     finally:
         os.kill(state_server.pid, signal.SIGCONT)
     wait_until(
-        lambda: client.info("commandstats")["cmdstat_evalsha"]["calls"] > before, description="the submit to be read"
+        lambda: server.info("commandstats")["cmdstat_evalsha"]["calls"] > before, description="the submit to be read"
     )
     keys = keys_of(late.ref)
     assert not client.exists(keys.job(late.ref.token))

@@ -12,7 +12,8 @@ from flask.testing import FlaskClient
 from openai import OpenAI
 
 from pool.program_settings import ProgramSettings
-from pool.settings import LimitSettings, ModelSettings, ServerSettings, StateSettings
+from pool.settings import LimitSettings, ModelSettings, ServerSettings
+from pool.state_settings import StateSettings
 from pool.store.server import StateServer
 from tasks.config import Settings
 from tests.webapp.api_process import ApiProcess

@@ -5,7 +5,8 @@ from __future__ import annotations
 from flask import Blueprint, Response, jsonify
 
 from pool.errors import StateUnavailable
-from pool.store.ranks import RankRegistry
+from pool.rules.model_states import LOADED
+from pool.store.lifecycle import Lifecycle
 from webapp.errors import NotReady
 from webapp.node import Node, current_node
 
@@ -21,26 +22,32 @@ def healthz() -> Response:
 
 @blueprint.get("/readyz")
 def readyz() -> Response:
-    """Ready when the state server takes writes and loses none, and every enabled model has a worker. The answer names
-    what is missing."""
-    missing = _missing(current_node())
+    """Ready when the state server takes writes and loses none, and every enabled model that is wanted is loaded by a
+    worker. The answer names each model's state, and what is missing."""
+    node = current_node()
+    models: dict[str, str] = {}
+    missing = _missing(node, models)
     if missing:
-        raise NotReady(missing)
-    return jsonify({"status": "ready"})
+        raise NotReady(missing, models)
+    return jsonify({"status": "ready", "models": models})
 
 
-def _missing(node: Node) -> list[str]:
+def _missing(node: Node, models: dict[str, str]) -> list[str]:
+    """What is missing; fills in the models' states."""
     if node.stopping():
         return ["this process is shutting down"]
     try:
-        node.store.ping()
+        node.store.ping(list(node.services.submitter.models()))
         policy = node.store.memory_policy()
-        live = {
-            name: bool(RankRegistry(node.services.client, name).live()) for name in node.services.submitter.models()
-        }
+        looks = {name: Lifecycle(node.services.client, name).look() for name in node.services.submitter.models()}
     except StateUnavailable as error:
         return [f"state server ({error.message.rstrip('.')})"]
-    missing = [f"a worker for model {name}" for name, served in live.items() if not served]
+    models |= {name: wanted.state(ranks) for name, (wanted, ranks) in looks.items()}
+    missing = [
+        f"a worker for model {name}" + (f" ({models[name]})" if ranks else "")
+        for name, (wanted, ranks) in looks.items()
+        if not wanted.unloads and models[name] != LOADED
+    ]
     if policy != "noeviction":
         missing.append(f"maxmemory-policy noeviction (the state server has {policy}, which can lose jobs)")
     return missing

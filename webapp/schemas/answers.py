@@ -143,6 +143,21 @@ class Response(Answer):
     queue_position: int = Field(default=0, ge=0)
 
 
+class ModelStanding(Answer):
+    """A model's state; with status 202 it is not yet what is wanted. `changed`: whether this request changed what is
+    wanted; `change` rises with each such."""
+
+    id: str
+    object: Literal["model"]
+    state: Literal["loading", "loaded", "unloading", "unloaded", "failed"]
+    wanted: Literal["loaded", "unloaded"]
+    change: int
+    changed: bool
+    accepting_new_requests: bool
+    loaded_replicas: int
+    last_error: str | None
+
+
 class Deleted(Answer):
     """The response is gone."""
 
@@ -335,6 +350,7 @@ class Diagnostics(Answer):
 
 
 class Health(Answer):
-    """Alive, or ready."""
+    """Alive, or ready; then with each model's state."""
 
     status: Literal["ok", "ready"]
+    models: dict[str, str] | None = None

@@ -32,6 +32,7 @@ class PauseReason(StrEnum):
     REQUEST_FAILED = "request_failed"
     REQUEST_CANCELLED = "request_cancelled"
     HEALTH_FAILOVER = "health_failover"
+    MODEL_UNLOADING = "model_unloading"
 
 
 class CapacitySource(StrEnum):

@@ -5,6 +5,7 @@
 -- KEY timers zset
 -- KEY tombstone string
 -- KEY tenants zset
+-- KEY model hash
 -- KEY program hash
 -- KEY pool list
 -- KEY gone string
@@ -33,7 +34,7 @@
 -- ARG most_programs num that its tenant may have, 0: any
 -- ARG facts list name, value ... of the Program, from now on
 -- ARG first list name, value ... of a Program that is new
--- INCLUDE clock hold own accept record book figures waiting place arrival
+-- INCLUDE clock hold own closed accept record book figures waiting place arrival
 -- RETURN as submit, or {"many", at_ms, Programs its tenant has}, "ok" with where it went: {"ok", at_ms, dispatched | waiting, generation}
 --   | {"moved", at_ms, rank} to be declared | {"stale", at_ms}: to be bound anew first
 at.rank, at.ms = rank, now_ms()

@@ -6,6 +6,7 @@
 -- KEY queue stream
 -- KEY leases zset
 -- KEY timers zset
+-- KEY model hash
 -- ARG token str
 -- ARG entry str stream entry that was read
 -- ARG rank str consumer that read it
@@ -16,6 +17,6 @@
 -- INCLUDE clock beginning
 -- FLAGS allow-oom
 -- RETURN {"ok", attempt, alone, options, prompt, input, n, seed, tokens, watch, task_id, created_ms, celery,
---   tenant} | {"alone"} | {"dropped"} | {"not-owner"} | {"leased"}; input only where the prompt is not tokenized yet; where
+--   tenant} | {"alone"} | {"dropped"} | {"not-owner"} | {"leased"} | {"unloading"}; input only where the prompt is not tokenized yet; where
 --   both lie in blocks, these follow: blocks, prompt_blocks
 return beginning()

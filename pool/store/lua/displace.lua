@@ -16,7 +16,7 @@ if not p.state then
   return {'void'}
 end
 if p.inflight > 0 or not is_stale(at, p) then return {'void'} end
-pause(at, p, 'health_failover')
+pause(at, p, lost_why(at))
 save(p)
 changed(at)
 return {'paused'}

@@ -3,6 +3,7 @@
 -- KEY queue stream of the rank
 -- KEY leases zset
 -- KEY timers zset
+-- KEY model hash
 -- KEY program hash
 -- KEY book hash
 -- ARG token str

@@ -5,6 +5,7 @@
 -- KEY timers zset
 -- KEY tombstone string
 -- KEY tenants zset
+-- KEY model hash
 -- KEYS blocks hash one a block of a large input, written once; no TTL while an unended job holds it
 -- ARG token str
 -- ARG not_after ms by this server's clock: when its caller gives up, so that nothing happens behind its back
@@ -19,9 +20,10 @@
 -- ARG reader ms until it is cancelled unless its reader renews, 0 for a job that nobody waits for
 -- ARG data list the content of each block, compressed; "" where it is not sent because it is likely to be there
 -- ARG fields list name, value, name, value ... of the record
--- INCLUDE clock hold own accept
+-- INCLUDE clock hold own closed accept
 -- RETURN {"ok", at_ms} | {"duplicate", at_ms} | {"expired", at_ms} | {"late", at_ms} | {"full", at_ms, choices held}
 --   | {"crowded", at_ms, choices its tenant holds} | {"refused", at_ms} before, for good
+--   | {"closed", at_ms, unloading | unloaded | failed, 1 when the model will be loaded again}
 --   | {"missing", position ...} blocks that must be sent
 local at_ms = now_ms()
 local refused = refusal(at_ms)

@@ -11,11 +11,14 @@
 -- KEY leases zset
 -- KEY queue stream
 -- KEY index zset
+-- KEY model hash
 -- ARG lease ms
 -- INCLUDE clock
 -- FLAGS allow-oom
--- RETURN {"hold"} | {"ok", {token ...}, {entry ...}, 1 when entries are missing}
+-- RETURN {"hold", unloads} | {"ok", unloads, {token ...}, {entry ...}, 1 when entries are missing}; unloads: 1 while its model
+--   is being unloaded
 local at_ms = now_ms()
+local unloads = redis.call('HGET', model, 'phase') == 'unloading' and 1 or 0
 local seen = redis.call('HMGET', sweep, 'last_ms', 'hold_until_ms', 'rebuilt_ms')
 local gap_ms = seen[1] and at_ms - tonumber(seen[1])
 local hold_until_ms = tonumber(seen[2] or 0)
@@ -28,7 +31,7 @@ if gap and gap_ms < 0 then
     redis.call('ZADD', leases, at_ms + lease, token)
   end
 end
-if hold_until_ms > at_ms then return {'hold'} end
+if hold_until_ms > at_ms then return {'hold', unloads} end
 local expired = redis.call('ZRANGEBYSCORE', leases, '-inf', at_ms, 'LIMIT', 0, 100)
 local unbegun = {}
 if redis.call('EXISTS', queue) == 1 then
@@ -48,4 +51,4 @@ if (since_ms < 0 or since_ms > 4 * lease) and redis.call('ZCOUNT', index, 1, '+i
   missing = 1
   redis.call('HSET', sweep, 'rebuilt_ms', at_ms)
 end
-return {'ok', expired, unbegun, missing}
+return {'ok', unloads, expired, unbegun, missing}

@@ -7,6 +7,7 @@ local function refusal(at_ms, many)
   local over = redis.call('GET', tombstone)
   if over then return {over == 'refused' and over or 'expired', at_ms} end
   if at_ms > not_after then return {'late', at_ms} end
+  local why, again = closed(model)
   local held = redis.call('ZCARD', index)
   local code = held + n > cap and 'full'
   if not code and own_cap > 0 then
@@ -14,9 +15,10 @@ local function refusal(at_ms, many)
     code = held + n > own_cap and 'crowded'
   end
   if not code and many then code, held = 'many', many end
+  if why then code = 'closed' end
   if code then
     if claimed == 1 then redis.call('SET', tombstone, 'refused', 'PX', remember) end
-    return {code, at_ms, held}
+    return why and {code, at_ms, why, again} or {code, at_ms, held}
   end
   return blocks[1] and hold(token, blocks, data)
 end

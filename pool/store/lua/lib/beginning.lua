@@ -8,6 +8,8 @@ local function beginning()
     redis.call('XDEL', queue, entry)
     return {'dropped'}
   end
+  -- Whoever unloads the model ends it.
+  if redis.call('HGET', model, 'wanted') == 'unloaded' then return {'unloading'} end
   local owned = redis.pcall('XPENDING', queue, 'workers', entry, entry, 1, rank)
   if owned.err or #owned == 0 then return {'not-owner'} end
   local at_ms = now_ms()

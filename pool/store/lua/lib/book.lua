@@ -36,6 +36,11 @@ local function may_end(at, p)
   return p.seat ~= nil and p.seat == redis.call('HGET', at.book, 'closing')
 end
 
+-- What its Programs are paused for.
+local function lost_why(at)
+  return redis.call('HGET', at.book, 'why') or 'health_failover'
+end
+
 -- Plans made before this no longer hold, and somebody should make a new one. A rank that is gone gets no new book by the
 -- end of what was bound to it.
 local function changed(at)

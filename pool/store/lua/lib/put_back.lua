@@ -8,5 +8,5 @@ local function put_back(at, p, job, leases, timers, tally, token, why)
   requeue(job, at.stream, leases, timers, tally, token, why, at.ms, '0-0')
   redis.call('LPUSH', p[0].pool, redis.call('HGET', job, 'ticket'))
   returned(at, p, token)
-  if p.inflight == 0 then pause(at, p, 'health_failover') else account(at, p) end
+  if p.inflight == 0 then pause(at, p, lost_why(at)) else account(at, p) end
 end

@@ -31,7 +31,7 @@ local function rest(at, p, token, how, ended, front)
   account(at, p)
   if not ticket and (p.ending or ended.ends) then return release(at, p, 'finished') end
   if not ticket and how ~= 'completed' and not p.completed then return release(at, p, how) end
-  if stale then return pause(at, p, 'health_failover') end
+  if stale then return pause(at, p, lost_why(at)) end
   if how == 'completed' and p.bind ~= 1 then measured(at, 'armed_ttl_ms', ended.ttl) end
   if p.bind == 1 then
     redis.call('ZADD', at.timers, at.ms + p.keep, 'retention:' .. id)

@@ -1,0 +1,32 @@
+-- program_unload_job: end a job of a Program whose model is being unloaded, as unload_job does others. The Program goes on,
+-- waits, rests or pauses without it.
+-- GROUP keys job log queue index leases outbox timers tombstone tally tenants
+-- KEY program hash
+-- KEY pool list
+-- KEY gone string
+-- KEY front hash the job that its pool begins with; any key where none is known
+-- KEY model hash
+-- KEYS blocks hash those of its input, in order
+-- ARG token str
+-- ARG ttl ms
+-- ARG late ms as in unload_job
+-- ARG id str of the Program
+-- ARG rank str that the Program is bound to
+-- ARG front_token str
+-- INCLUDE clock kept inputs finish unloading record book figures waiting place rest concerned
+-- FLAGS allow-oom
+-- RETURN {"ok", watch, rank} | {"busy"} | {"kept"} | {"ended", state} | {"gone"} | {"blocks", ids} | {"moved", rank}
+--   | {"front", token} to be declared
+local seen = redis.call('HMGET', keys.job, unpack(ENDING))
+if not seen[1] then return {'gone'} end
+if seen[1] ~= 'queued' and seen[1] ~= 'running' then return {'ended', seen[1]} end
+local reason = stays(model, seen[1], late, now_ms())
+if reason then return reason end
+local unknown = undeclared(seen[11], blocks)
+if unknown then return unknown end
+local p, ticket, refused = concerned(at, keys.job)
+if refused then return refused end
+keys.blocks = blocks
+local watch, worker = finish(keys, token, seen, 'failed', ttl, at.ms, UNLOADED)
+conclude(at, p, ticket, token, 'model_unloading', {})
+return {'ok', watch, worker}

@@ -1,0 +1,290 @@
+"""One model in this process, loaded or not: the process stays, and loads and unloads as an admin wants it.
+
+| the rank | when | what it does next |
+|---|---|---|
+| loading | the model is wanted | serves; or frees what it has, where it is no longer wanted |
+| loaded | | |
+| draining | it is no longer wanted, or the process leaves | ends what it has begun, hands back the rest, frees it |
+| unloaded | it is not wanted | waits |
+| failed | it could not be loaded; nothing is left of the try | tries again when that is asked for |
+
+A process that cannot load its model at its start, without anybody having asked for that, ends: its supervisor has to
+know. One that cannot free it in time ends, too: then the kernel frees it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pool.errors import GenpoolError
+from pool.rules.model_states import DRAINING, FAILED, LOADING, STOPPED, UNLOADED
+from pool.rules.programs.facts import PauseReason
+from pool.settings import ModelSettings
+from pool.store.ranks import Wish
+from tasks.config import Settings
+from tasks.programs import Programs
+from workers.outlet import STATE_ERRORS
+from workers.rank import NotWanted, OnBegun, OnLeft, Rank
+from workers.registrar import Registrar
+from workers.trials import TrialGate
+
+log = logging.getLogger("genpool.station")
+
+RETRY_S = 0.5
+#: What is told of why a model could not be loaded.
+MAX_ERROR_CHARS = 500
+#: How long behind its time to drain a model may take to be freed, at most, before the process ends for it.
+FREE_S = 10.0
+
+#: One model of this process is loaded at a time: two at once would need room for what each needs only while it loads.
+_LOADS = threading.Lock()
+
+
+class Station:
+    """`of_model`: the model's settings as they are now; `limit`: generations in flight at most, beside those settings;
+    `on_failed`: the process shall end, because it cannot do what it was started for."""
+
+    def __init__(
+        self,
+        model: str,
+        settings: Settings,
+        node: str,
+        limit: int | None,
+        *,
+        of_model: Callable[[], ModelSettings],
+        gate: TrialGate,
+        on_begun: OnBegun,
+        on_left: OnLeft,
+        on_failed: Callable[[str], None],
+        programs: Programs | None = None,
+    ) -> None:
+        self.model = model
+        self.error = ""
+        self._settings = settings
+        self._of_model = of_model
+        self._limit = limit
+        self._resized = 0
+        self._gate = gate
+        self._on_begun = on_begun
+        self._on_left = on_left
+        self._on_failed = on_failed
+        self._programs = programs
+        #: Of a rank that is there, it has its own.
+        self._state = LOADING
+        self._rank: Rank | None = None
+        #: The rank that loads just now.
+        self._coming: Rank | None = None
+        self._tried: int | None = None
+        self._has_tried = False
+        self._free_by_s: float | None = None
+        self._leaving = threading.Event()
+        self._news = threading.Event()
+        self._registrar = Registrar(model, settings, node, facts=self.facts, on_wish=self._wished)
+        self._thread = threading.Thread(target=self._run, name="genpool-station", daemon=True)
+
+    def start(self) -> None:
+        """Begin to run in a thread of its own."""
+        self._thread.start()
+
+    # -- what the host asks ------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """What the model does in this process."""
+        rank = self._rank
+        return self._state if rank is None else rank.state
+
+    def generations(self) -> list[dict[str, Any]]:
+        """The jobs held now, without text."""
+        rank = self._rank
+        return [] if rank is None else rank.generations()
+
+    def facts(self) -> dict[str, Any]:
+        """State and telemetry, JSON-safe."""
+        rank = self._rank
+        return {
+            "model": self.model,
+            "rank": self._registrar.id,
+            "state": self.state,
+            "last_error": self.error,
+            "configured_target_inflight": self._of_model().target_inflight,
+            **({} if rank is None else rank.figures()),
+        }
+
+    def resize(self, by: int) -> None:
+        """Allow `by` more (or fewer) generations in flight, also of a model that is loaded later."""
+        self._resized += by
+        rank = self._rank
+        if rank is not None:
+            rank.resize(by)
+
+    def broken(self) -> bool:
+        """Whether a thread has died that others rely on: the process must end, so that its leases do."""
+        if self._leaving.is_set():
+            return False
+        rank = self._rank
+        return not self._thread.is_alive() or (rank is not None and rank.broken())
+
+    def stalled(self) -> bool:
+        """Whether the engine's thread hangs, or frees the model for too long: only the end of the process helps."""
+        rank, free_by_s = self._rank, self._free_by_s
+        return (rank is not None and rank.stalled()) or (free_by_s is not None and time.monotonic() > free_by_s)
+
+    def hurry(self) -> None:
+        """End a drain's grace now: what still runs is handed back."""
+        rank = self._rank
+        if rank is not None:
+            rank.hurry()
+
+    def drain(self, grace_s: float) -> None:
+        """Leave: stop reading, let running generations finish for `grace_s`, hand the rest back, leave the registry."""
+        self._leaving.set()
+        self._news.set()
+        rank = self._rank
+        if rank is not None:
+            # It may be draining already, for longer than that.
+            rank.drain_within(grace_s)
+        self._thread.join()
+        if self._rank is not None:
+            self._rank.drain(grace_s)
+            self._rank = None
+        self._state = STOPPED
+        self._registrar.stop()
+
+    # -- the registrar's thread --------------------------------------------------------------------------------------
+
+    def _wished(self, wish: Wish) -> None:
+        """Something else is wanted, or the time to drain is told again: it may have become shorter."""
+        if wish.loaded:
+            self._free_by_s = None
+        elif self._rank is not None or self._coming is not None:
+            patience_s = min(FREE_S, self._settings.worker.stall_timeout_seconds)
+            free_by_s = time.monotonic() + wish.drain_ms / 1000 + patience_s
+            self._free_by_s = free_by_s if self._free_by_s is None else min(self._free_by_s, free_by_s)
+            rank = self._rank
+            if rank is not None and rank.state == DRAINING:
+                rank.drain_within(wish.drain_ms / 1000)
+        self._news.set()
+
+    # -- the station's thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._retry(self._register)
+        while not self._leaving.is_set():
+            self._news.clear()
+            if not self._retry(self._turn):
+                self._news.wait()
+
+    def _register(self) -> bool:
+        self._registrar.claim()
+        self._registrar.start()
+        return False
+
+    def _retry(self, part: Callable[[], bool]) -> bool:
+        """What the part says; where the state server fails it, it is done again."""
+        while not self._leaving.is_set():
+            try:
+                return part()
+            except STATE_ERRORS as error:
+                log.warning("%s: %s; trying again", self.model, type(error).__name__)
+                self._leaving.wait(RETRY_S)
+        return False
+
+    def _turn(self) -> bool:
+        """Do what is wanted; whether there may be more to do."""
+        wish = self._registrar.wish
+        if self._rank is not None and not wish.loaded:
+            self._unload(self._rank, wish)
+            return True
+        if self._rank is None and wish.loaded and not (self._state == FAILED and self._tried == wish.change):
+            return self._load(wish)
+        if self._rank is None and not wish.loaded and self._state != UNLOADED:
+            self._become(UNLOADED)
+        return False
+
+    def _become(self, state: str, error: str = "") -> None:
+        self._state, self.error = state, error
+        self._free_by_s = None
+        self._registrar.beat()
+
+    def _load(self, wish: Wish) -> bool:
+        is_first, self._has_tried, self._tried = not self._has_tried, True, wish.change
+        self._become(LOADING)
+        if not self._registrar.wish.loaded:
+            return True
+        try:
+            self._start()
+        except NotWanted:
+            _free_memory()
+            return True
+        except STATE_ERRORS:
+            # It says nothing of the model.
+            _free_memory()
+            self._has_tried = not is_first
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a load raises is told by name
+            _free_memory()
+            self._failed(error, wish, is_first=is_first)
+            return False
+        self._registrar.beat()
+        self._registrar.lifecycle.loaded()
+        return True
+
+    def _start(self) -> None:
+        of_model = self._of_model()
+        target = of_model.target_inflight if self._limit is None else min(of_model.target_inflight, self._limit)
+        rank = self._coming = Rank(
+            self.model,
+            self._settings,
+            of_model,
+            self._registrar,
+            max(1, target + self._resized),
+            gate=self._gate,
+            on_begun=self._on_begun,
+            on_left=self._on_left,
+            programs=self._programs,
+        )
+        try:
+            with _LOADS:
+                rank.start(lambda: self._registrar.wish.loaded and not self._leaving.is_set())
+            self._rank = rank
+        finally:
+            self._coming = None
+
+    def _failed(self, error: Exception, wish: Wish, *, is_first: bool) -> None:
+        told = error.message if isinstance(error, GenpoolError) else f"{type(error).__name__}: {error}"
+        told = told[:MAX_ERROR_CHARS]
+        log.error("%s: cannot be loaded: %s", self.model, told)
+        self._become(FAILED, told)
+        self._registrar.lifecycle.load_failed(wish.change, self._registrar.id, told)
+        if is_first and not wish.is_asked:
+            self._on_failed(self.model)
+
+    def _unload(self, rank: Rank, wish: Wish) -> None:
+        log.info("%s: unloading", self.model)
+        rank.drain(wish.drain_ms / 1000, PauseReason.MODEL_UNLOADING)
+        self._state, self._rank = UNLOADED, None
+        del rank
+        _free_memory()
+        self._retry(self._renew_life)
+        self._free_by_s = None
+        log.info("%s: unloaded", self.model)
+
+    def _renew_life(self) -> bool:
+        self._registrar.renew_life()
+        return False
+
+
+def _free_memory() -> None:
+    """Give back what a model had. Loading has put all that lived then out of the garbage collector's sight."""
+    gc.unfreeze()
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others give back by themselves
+    if trim is not None:
+        trim(0)
