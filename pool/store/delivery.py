@@ -21,7 +21,8 @@ from pool.store.hints import MOST_BYTES
 from pool.store.inputs import fetch
 from pool.store.keys import GROUP, ModelKeys, node_channel
 from pool.store.log import pack
-from pool.store.nodes import learn, node_of, same_node
+from pool.store.nodes import learn
+from pool.store.reading import Reading
 from pool.store.running import Line, run_many, run_stream
 from pool.store.scripts import Command, script
 from pool.store.trials import ALL_ALONE, AMONG_OTHERS, keep
@@ -48,12 +49,12 @@ class Delivery:
     result_ttl_ms: int
     shard: int = 0
     keys: ModelKeys = field(init=False)
-    #: The connection that reads: its server, as the reader's client knows it, and its id there.
-    _reading: tuple[Client, int] | None = field(init=False, default=None)
+    _reading: Reading = field(init=False)
     _line: Line = field(init=False)
 
     def __post_init__(self) -> None:
         self.keys = ModelKeys(f"{self.model}:{self.shard}")
+        self._reading = Reading(self.reader, self.writer, self.keys.queue)
         self._line = Line(self.writer, self.keys.queue)
 
     def close(self) -> None:
@@ -83,14 +84,12 @@ class Delivery:
         the pending list comes first: it may hold entries that got lost on the old one. What runs does not begin again.
         """
         try:
-            server = node_of(self.reader, self.keys.queue)
-            if self._reading is None or self._reading[0] is not server:
+            if self._reading.is_new():
                 pending = self._pending()
-                server = node_of(self.reader, self.keys.queue)
-                self._reading = server, int(server.client_id())
+                self._reading.settle()
                 if pending:
                     return pending
-            return self._read_new(server, room, block_ms)
+            return self._read_new(self._reading.server, room, block_ms)
         except redis.exceptions.AskError as error:
             # A read that follows its stream to another node cannot be woken there, and so must not wait.
             learn(self.reader, error)
@@ -101,7 +100,7 @@ class Delivery:
             self.heal()
             return []
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
-            self._reading = None
+            self._reading.forget()
             raise
 
     def _read_new(self, server: Client, room: int, block_ms: int) -> list[Entry]:
@@ -206,10 +205,8 @@ class Delivery:
         run_many(self.reader, commands)
 
     def unblock(self) -> None:
-        """Wake a blocked `take`; it then returns nothing. Called from another thread than its own."""
-        if self._reading is not None:
-            server, reader_id = self._reading
-            same_node(self.writer, server).execute_command("CLIENT", "UNBLOCK", reader_id)
+        """Wake a blocked `take`; it then returns nothing. For any thread."""
+        self._reading.unblock()
 
     def write(self, writes: Iterable[Write]) -> list[Written]:
         """Append to logs and end jobs. Safe to repeat after a connection failure. Who follows a job is told of what is
