@@ -1,4 +1,4 @@
-"""The command line: `genpool up | worker | generate | submit | status | cancel | tail | queues | programs |
+"""The command line: `genpool up | api | worker | generate | submit | status | cancel | tail | queues | programs |
 dead-letters | check | doctor | sweep | calibrate | config | models | keys`.
 
 Each command checks the settings, then hands over to the layer that does the work. Deliberate errors end as one line on
@@ -23,8 +23,9 @@ from typing import Any, NoReturn
 import click
 
 from pool.errors import GenpoolError
+from pool.settings import ModelSettings
 from pool.store.connection import connect
-from tasks import dead_letters, job_commands, launch
+from tasks import dead_letters, job_commands, launch, model_commands, model_rows
 from tasks.api_keys import KeyRing, check_exposed
 from tasks.client import Client
 from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings, state_url
@@ -113,6 +114,16 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
 
 
 @cli.command()
+def api() -> None:
+    """Run the API alone, at server.host and server.port: for service managers and containers, beside workers and a
+    state server that run elsewhere."""
+    settings = load_settings()
+    check_exposed(settings.server.host, keyed=KeyRing(settings).required)
+    state_url(settings)  # a password's file that cannot be read is said here, in one line
+    launch.exec_api()
+
+
+@cli.command()
 @click.argument("model")
 @click.option(
     "-c",
@@ -121,15 +132,19 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
     help="Generations in flight at most. Default: the model's target_inflight.",
 )
 @click.option("-n", "--name", help="Celery node name, to choose one. Default: MODEL@HOST.")
-def worker(model: str, concurrency: int | None, name: str | None) -> None:
+@click.option(
+    "--device", metavar="DEVICES", help="What it sees as CUDA_VISIBLE_DEVICES, e.g. 0 or 0,1. Default: the model's."
+)
+def worker(model: str, concurrency: int | None, name: str | None, device: str | None) -> None:
     """Run a Celery worker that serves MODEL. A second one of the same host registers as MODEL@HOST-2 by itself."""
     settings = load_settings()
     launch.require_model(settings, model)
+    device = launch.checked_device(settings.models[model].device_of(0) if device is None else device)
     ensure_models(settings, [model])
     hint = state_server_hint(settings)
     if hint:
         click.echo(f"genpool: {hint}", err=True)  # Celery keeps trying: the server may be on its way
-    launch.exec_worker(model, concurrency=concurrency, name=name)
+    launch.exec_worker(model, concurrency=concurrency, name=name, device=device)
 
 
 @cli.command()
@@ -369,25 +384,41 @@ def models() -> None:
 
 
 @models.command("list")
-def list_models() -> None:
-    """List the catalogue: name, source, cached, size, licence, enabled."""
-    rows: list[tuple[str, ...]] = []
-    for name, model in load_settings().models.items():
-        known = known_source(model.source)
-        path = cached_path(model.source)
-        published = SOURCES.get(model.source)
-        size_bytes = published.size_bytes if published else path.stat().st_size if path else None
-        rows.append(
-            (
-                name,
-                model.source,
-                "-" if model.source.startswith(RANDOM_PREFIX) else "yes" if path else "no",
-                f"{size_bytes / 2**20:.0f} MiB" if size_bytes is not None else "-",
-                known.licence if known else "-",
-                "yes" if model.enabled else "no",
-            )
-        )
-    print_table(("NAME", "SOURCE", "CACHED", "SIZE", "LICENCE", "ENABLED"), rows)
+@click.option("--ranks", is_flag=True, help="A line a replica instead.")
+@click.option("--json", "as_json", is_flag=True, help="How they stand as JSON, as GET /v1/admin/models has it.")
+def list_models(ranks: bool, as_json: bool) -> None:
+    """List the catalogue, and how each model stands where the state server answers."""
+    settings = load_settings()
+    if ranks or as_json:
+        require_state_server(settings)
+    answers = ranks or as_json or state_server_hint(settings) is None
+    found = {row.id: row for row in model_rows.looked_at(settings)} if answers else {}
+    if as_json:
+        click.echo(model_rows.as_json(found.values(), ranks=ranks))
+    elif ranks:
+        print_table(model_rows.RANK_HEAD, [cells for row in found.values() for cells in row.rank_cells()])
+    else:
+        lines = [
+            (*_weights(name, model), *(found[name].cells() if name in found else model_rows.UNKNOWN))
+            for name, model in settings.models.items()
+        ]
+        print_table(("NAME", "SOURCE", "CACHED", "SIZE", "LICENCE", "ENABLED", *model_rows.LIVE_HEAD), lines)
+
+
+def _weights(name: str, model: ModelSettings) -> tuple[str, ...]:
+    """Name, source, whether that is cached, its size and licence, whether the model is enabled."""
+    known = known_source(model.source)
+    path = cached_path(model.source)
+    published = SOURCES.get(model.source)
+    size_bytes = published.size_bytes if published else path.stat().st_size if path else None
+    return (
+        name,
+        model.source,
+        "-" if model.source.startswith(RANDOM_PREFIX) else "yes" if path else "no",
+        f"{size_bytes / 2**20:.0f} MiB" if size_bytes is not None else "-",
+        known.licence if known else "-",
+        "yes" if model.enabled else "no",
+    )
 
 
 @models.command()
@@ -401,6 +432,8 @@ def pull(names: tuple[str, ...]) -> None:
         click.echo(f"{name}: {path}")
 
 
+for command in (model_commands.load, model_commands.unload, model_commands.reload_models):
+    models.add_command(command)
 cli.add_command(keys)
 cli.add_command(programs)
 

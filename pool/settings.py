@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from pool.backend_settings import BackendSettings
+from pool.replica_settings import ReplicaSettings
 from pool.sections import Section
 
 
@@ -137,16 +138,13 @@ class LimitSettings(Section):
 ModelName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
 
 
-class ModelSettings(BackendSettings):
+class ModelSettings(BackendSettings, ReplicaSettings):
     """`[models.NAME]`: one catalogue entry."""
 
     enabled: bool = Field(
         default=True,
         description="Whether the model accepts requests. Jobs of a disabled one end by their time limits; after one "
         "that is removed nobody looks any more.",
-    )
-    target_inflight: int = Field(
-        default=1, ge=1, le=1024, description="Generations a replica runs at once, if its engine can."
     )
     threads: int = Field(default=0, ge=0, le=256, description="Threads of the engine. 0: one per core, at most 4.")
     weight_bytes: int = Field(default=0, ge=0, description="Bytes of the weights in memory; reported, not enforced.")

@@ -32,6 +32,10 @@ class StateSettings(Section):
         description="Redis or Valkey (>= 7.0) holding all state: one server, or a cluster as "
         "`redis+cluster://host:port,host:port`. Empty: the embedded server of this machine.",
     )
+    password_file: str = Field(
+        default="",
+        description="File whose first line is the password of `url`, for a URL without one. Read at start.",
+    )
     broker_url: str = Field(
         default="", description="Celery's broker. Empty: the same server as `url`; a cluster needs one beside it."
     )

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pool.errors import ConfigurationError, StateUnavailable, UnknownModel
+from pool.replica_settings import names_devices
 from pool.rules.model_states import FAILED, LOADING
 from pool.store.connection import connect
 from pool.store.ranks import RankRegistry
@@ -34,6 +35,8 @@ STOP_MARGIN_S = 10.0
 API_GRACE_S = 40.0
 FLOWER_HOST = "127.0.0.1"
 READY_TIMEOUT_S = 2.0
+#: Which devices CUDA shows to a process.
+DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 #: A worker's environment: one BLAS thread, because the engine has threads of its own and BLAS's would spin beside them.
 #: Every library that may stand behind numpy reads one of these, at import.
 WORKER_ENV = dict.fromkeys(
@@ -61,17 +64,44 @@ def worker_argv(model: str, *, concurrency: int | None = None, name: str | None 
     return argv if concurrency is None else [*argv, "--concurrency", str(concurrency)]
 
 
-def worker_child(settings: Settings, model: str, *, log_path: Path | None = None, events: bool = False) -> Child:
-    """A worker of `model`; SIGTERM lets it drain. `events`: it sends task events from its first job on."""
+def worker_child(
+    settings: Settings, model: str, *, replica: int = 0, log_path: Path | None = None, events: bool = False
+) -> Child:
+    """A worker of `model`, the one of this number (from 0) here; SIGTERM lets it drain. `events`: it sends task events
+    from its first job on."""
+    name = f"{model}-{replica + 1}@%h" if replica else None
     return Child(
-        name=f"worker {model}",
-        argv=[*worker_argv(model), *(["--task-events"] if events else [])],
-        env=WORKER_ENV,
+        name=f"worker {model}" + (f" {replica + 1}" if replica else ""),
+        argv=[*worker_argv(model, name=name), *(["--task-events"] if events else [])],
+        env=WORKER_ENV | device_env(settings.models[model].device_of(replica)),
         stop_grace_s=settings.worker.drain_grace_seconds + STOP_MARGIN_S,
         hurry_signal=HAND_BACK,
         log_path=log_path,
         served=lambda pid: _has_served(settings, model, pid),
     )
+
+
+def _replicas(settings: Settings, model: str, *, events: bool) -> list[Child]:
+    """The model's workers here. What they hand back is counted for the model, so only the first one tells it."""
+    workers = [
+        worker_child(settings, model, replica=replica, events=events)
+        for replica in range(settings.models[model].replicas)
+    ]
+    return [_telling(settings, model, worker, counts=worker is workers[0]) for worker in workers]
+
+
+def checked_device(device: str) -> str:
+    """The devices of one replica, as they were given. Raises ConfigurationError where they are none."""
+    if device and not names_devices(device):
+        raise ConfigurationError(
+            f"--device {device!r} names no device; give what CUDA_VISIBLE_DEVICES takes, e.g. 0 or 0,1.", param="device"
+        )
+    return device
+
+
+def device_env(device: str) -> dict[str, str]:
+    """What lets a process see these devices alone, from before anything is loaded in it; "" changes nothing."""
+    return {DEVICES_VARIABLE: device} if device else {}
 
 
 def _has_served(settings: Settings, model: str, pid: int) -> bool:
@@ -90,8 +120,11 @@ def _has_served(settings: Settings, model: str, pid: int) -> bool:
         client.connection_pool.disconnect()
 
 
-def _telling(settings: Settings, model: str, child: Child) -> Child:
-    """The worker, with a line at its end about generations that it could not finish: nothing of them is lost."""
+def _telling(settings: Settings, model: str, child: Child, *, counts: bool) -> Child:
+    """The worker, with a line at its end about generations that the model's workers could not finish, from the one
+    that `counts`: nothing of them is lost."""
+    if not counts:
+        return replace(child, hurry_note=HURRY_NOTE)
 
     def parting() -> Callable[[], str]:
         before = _handed_back(settings, model)
@@ -127,12 +160,17 @@ def state_child(server: StateServer) -> Child:
     )
 
 
+def api_argv() -> list[str]:
+    """The gunicorn command that serves the web application; where it listens is the settings' say."""
+    return [sys.executable, "-m", "gunicorn", "-c", "python:webapp.gunicorn_conf", "webapp.app:create_app()"]
+
+
 def api_child(settings: Settings, port: int) -> Child:
     """gunicorn with the web application; ready when `/readyz` answers 200."""
     host = settings.server.host
     return Child(
         name="api",
-        argv=[sys.executable, "-m", "gunicorn", "-c", "python:webapp.gunicorn_conf", "webapp.app:create_app()"],
+        argv=api_argv(),
         env={"GENPOOL_SERVER__PORT": str(port), "PROMETHEUS_MULTIPROC_DIR": str(_metrics_folder(settings, port))},
         ready=lambda: is_ready(host, port),
         stop_grace_s=API_GRACE_S,
@@ -176,7 +214,7 @@ def stages(
     plan = [
         [state_child(server)] if server else [],
         flower,
-        [_telling(settings, model, worker_child(settings, model, events=bool(flower))) for model in models],
+        [worker for model in models for worker in _replicas(settings, model, events=bool(flower))],
         [api_child(settings, port)],
     ]
     return [stage for stage in plan if stage]
@@ -217,7 +255,12 @@ def base_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def exec_worker(model: str, *, concurrency: int | None, name: str | None) -> None:
-    """Become the worker of `model`. Does not return."""
-    environment: Mapping[str, str] = {**os.environ, **WORKER_ENV}
+def exec_worker(model: str, *, concurrency: int | None, name: str | None, device: str) -> None:
+    """Become the worker of `model` on this device ("": whatever it finds). Does not return."""
+    environment: Mapping[str, str] = {**os.environ, **WORKER_ENV, **device_env(device)}
     os.execve(sys.executable, worker_argv(model, concurrency=concurrency, name=name), environment)
+
+
+def exec_api() -> None:
+    """Become the API. Does not return."""
+    os.execv(sys.executable, api_argv())

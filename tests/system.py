@@ -167,6 +167,8 @@ class System:
         self.url = url or f"redis://127.0.0.1:{self.port}/0"
         self.scripted_log = folder / "scripted.log"
         self.scripted_log.touch()
+        #: While it is there, a load of the scripted model waits, or fails with what it says.
+        self.scripted_load = folder / "scripted.load"
         self._serves = serves
         self._delay_ms = delay_ms
         self._scripted_env = {"SCRIPTED_CONTEXT": str(context_tokens), "SCRIPTED_BLOCK": str(block_tokens)}
@@ -225,7 +227,7 @@ class System:
         name = f"worker-{number}"
         env = self._environment(self.config(url or self.url, name))
         env |= {"SCRIPTED_LOG": str(self.scripted_log), "SCRIPTED_DELAY_MS": str(self._delay_ms)}
-        env |= self._scripted_env
+        env |= self._scripted_env | {"SCRIPTED_LOAD": str(self.scripted_load)}
         argv = [sys.executable, "-m", "tests.scripted.worker", "-Q", self._serves, "-l", "INFO", "-n", f"{name}@%h"]
         argv += ["--without-mingle", "--without-gossip", *arguments]
         return Part(name, argv, env, self.folder)

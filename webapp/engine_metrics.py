@@ -24,6 +24,9 @@ REASONS = tuple(reason.value for reason in Reason if reason not in (Reason.ADMIT
 OTHER = "other"
 
 GAUGES = {
+    "runtime_inflight": "Generations handed to the loop that have not ended.",
+    "configured_target_inflight": "Generations it is configured to run at once.",
+    "effective_target_inflight": "Generations it runs at once: what is configured, as far as it can.",
     "active_sessions": "Sessions that hold a slot.",
     "queue_depth": "Sessions taken that wait for a slot or for room.",
     "batch_occupancy_last": "Rows of the last tick's decode batch; 0 when it had none.",

@@ -18,6 +18,7 @@ from flask import Flask, Response, jsonify
 from werkzeug.exceptions import HTTPException
 
 from pool.errors import (
+    ConfigurationError,
     GenerationFailed,
     GenpoolError,
     InvalidRequest,
@@ -115,6 +116,7 @@ _STATUS: tuple[tuple[type[GenpoolError], int], ...] = (
     (UnsupportedMediaType, 415),
     (InvalidRequest, 400),
     (UnknownModel, 404),
+    (ConfigurationError, 400),
     (ModelClosed, 409),
     (Superseded, 409),
     (ModelLoadFailed, 500),

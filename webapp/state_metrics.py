@@ -15,10 +15,13 @@ from prometheus_client.registry import Collector
 
 from pool.errors import StateUnavailable
 from pool.program_settings import ProgramSettings
+from pool.rules.model_states import RANK_STATES, STATES
+from pool.store.executors import executors
 from pool.store.memory import Memory, memories
 from pool.store.program_figures import ProgramSurvey, program_survey
-from pool.store.ranks import Rank, RankRegistry
-from pool.store.totals import BOUNDS_MS, Histogram, Survey, surveys
+from pool.store.ranks import Rank, serving
+from pool.store.totals import BOUNDS_MS, Histogram, Survey
+from tasks.model_rows import ModelRow, model_row
 from webapp.engine_metrics import OTHER, engine_families
 from webapp.node import Node
 from webapp.program_metrics import program_families
@@ -31,7 +34,7 @@ CODES = (
 
 
 class StateCollector(Collector):
-    """Families of all models of the catalogue, disabled ones included: what they hold must end too."""
+    """Families of all models there are or were, disabled ones included: what they hold must end too."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -39,17 +42,28 @@ class StateCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """All families; without a state server only that it is away."""
         up = GaugeMetricFamily("genpool_state_up", "Whether the state server answered this scrape.")
-        client, models = self._node.services.client, list(self._node.settings.models)
+        client, models = self._node.services.client, list(self._node.services.catalogue.known)
         try:
-            found = surveys(client, models)
-            ranks = {model: RankRegistry(client, model).live() for model in models}
+            executing = executors(client, models)
             memory = memories(client)
             programs = self._programs()
         except StateUnavailable:
             up.add_metric([], 0)
             return [up]
         up.add_metric([], 1)
-        state = (*_memory(memory), *_held(found), *_ranks(ranks), *_passed(found), *_times(found))
+        found = {model: executor.survey for model, executor in executing.items()}
+        ranks = {model: serving(executor.ranks) for model, executor in executing.items()}
+        state = (
+            *_memory(memory),
+            *_held(found),
+            *_ranks(ranks),
+            *_replicas(
+                model_row(model, self._node.services.catalogue.last(model), executor)
+                for model, executor in executing.items()
+            ),
+            *_passed(found),
+            *_times(found),
+        )
         return [up, *state, *engine_families(ranks), *(program_families(programs) if programs else ())]
 
     def _programs(self) -> dict[str, tuple[ProgramSurvey, ProgramSettings]]:
@@ -57,7 +71,7 @@ class StateCollector(Collector):
         settings, client = self._node.settings, self._node.services.client
         if not settings.programs.enabled:
             return {}
-        of_models = {model: settings.programs.of_model(model) for model in settings.models}
+        of_models = {model: settings.programs.of_model(model) for model in self._node.services.catalogue.known}
         return {model: (program_survey(client, model, own), own) for model, own in of_models.items()}
 
 
@@ -92,6 +106,21 @@ def _ranks(found: Mapping[str, list[Rank]]) -> Iterable[Metric]:
         live.add_metric([model], len(ranks))
         slots.add_metric([model], sum(rank.slots for rank in ranks))
     return [live, slots]
+
+
+def _replicas(rows: Iterable[ModelRow]) -> Iterable[Metric]:
+    states = GaugeMetricFamily("genpool_model_state", "1 for the state the model is in.", labels=["model", "state"])
+    text = "Live ranks by what they do with the model."
+    replicas = GaugeMetricFamily("genpool_replicas", text, labels=["model", "state"])
+    text = "Generations that the loaded replicas are configured to run at once, all together."
+    configured = GaugeMetricFamily("genpool_configured_slots", text, labels=["model"])
+    for row in rows:
+        for state in STATES:
+            states.add_metric([row.id, state], row.state == state)
+        for state in RANK_STATES:
+            replicas.add_metric([row.id, state], sum(rank.state == state for rank in row.ranks))
+        configured.add_metric([row.id], row.configured_target_inflight)
+    return [states, replicas, configured]
 
 
 def _passed(found: Mapping[str, Survey]) -> Iterable[Metric]:

@@ -17,6 +17,7 @@ from pool.store.connection import Client, connect, unable
 from pool.store.delivery import Delivery
 from pool.store.handouts import Entry, Handout
 from pool.store.ranks import Card
+from pool.store.sharing import PAUSE_S, Sharing
 from pool.store.trials import ALL_ALONE, AMONG_OTHERS, AMONG_PROVEN, survived
 from tasks.payloads import PROMPT, GenerationOptions, Prompt, TokenPrompt
 from tasks.ports import Failed, Generation, Runner, TokenIds
@@ -66,8 +67,10 @@ class Intake:
         vocabulary: Vocabulary | None,
         gate: TrialGate,
         on_begun: OnBegun,
+        sharing: Sharing | None = None,
     ) -> None:
         self._delivery = delivery
+        self._sharing = Sharing(delivery.model, delivery.rank) if sharing is None else sharing
         self._runner = runner
         self._outlet = outlet
         self._card = card
@@ -106,6 +109,7 @@ class Intake:
         self._stopping = True
         self._room.set()
         try:
+            self._sharing.leave(self._delivery.writer)
             self._delivery.unblock()
         except STATE_ERRORS as error:
             log.info("unblock: %s", type(error).__name__)
@@ -152,6 +156,7 @@ class Intake:
         capacity = self._runner.capacity()
         full = capacity.in_flight >= capacity.effective or self._outlet.congested() or self._crowded
         self._crowded = False
+        self._sharing.tell(self._delivery.reader, capacity.in_flight, capacity.effective)
         if full or not self._alone:
             # What was to go on trial cannot now, or was cancelled.
             self._gate.leave(self._outlet)
@@ -164,13 +169,29 @@ class Intake:
         elif self._alone:
             self._begin_alone()
         else:
-            entries = self._delivery.read(capacity.effective - capacity.in_flight, BLOCK_MS)
+            read = self._delivery.read(capacity.effective - capacity.in_flight, BLOCK_MS)
+            entries = self._shared(read)
             with self._gate.beginning(self._outlet) as allowed:
                 if allowed:
                     self._begin(entries)
                 else:
                     # Another rank of this process has a job to put on trial meanwhile.
+                    self._unanswered.clear()
                     self._alone.extend(entries)
+            if len(entries) < len(read):
+                self._room.wait(PAUSE_S)
+
+    def _shared(self, entries: list[Entry]) -> list[Entry]:
+        """What of these is for this rank to begin; the rest is left to emptier ones. Without an answer all of them are
+        begun one by one, and those that went are found to be elsewhere."""
+        if not entries:
+            return entries
+        self._unanswered |= {entry.token: entry for entry in entries}
+        # It may have waited for them for long.
+        capacity = self._runner.capacity()
+        kept = self._sharing.kept(self._delivery.reader, entries, capacity.in_flight, capacity.effective)
+        self._unanswered = {entry.token: entry for entry in kept}
+        return kept
 
     def _begin_alone(self) -> None:
         """A job on trial waits: read nothing until the process is empty enough for it, then begin it."""

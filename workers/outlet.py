@@ -27,6 +27,7 @@ from pool.store.keys import wants_tokens
 from pool.store.log import MAX_ENTRY_TOKENS, LogEntry
 from pool.store.placements import Outcome
 from pool.store.records import Output
+from pool.store.sharing import Sharing
 from pool.store.trials import survived
 from tasks.ports import Event, Finished, GivenBack, Runner, Stopped, Tokens
 from workers.bell import Bell
@@ -157,6 +158,7 @@ class Outlet:
         on_left: OnLeft,
         engine: str = "",
         outcome_of: OutcomeOf = lambda *_: None,
+        sharing: Sharing | None = None,
     ) -> None:
         self._delivery = delivery
         self._runner = runner
@@ -165,6 +167,7 @@ class Outlet:
         self._on_left = on_left
         self._engine = engine
         self._outcome_of = outcome_of
+        self._sharing = Sharing(delivery.model, delivery.rank) if sharing is None else sharing
         self._events: deque[Event | Held] = deque()
         self._held: dict[str, Held] = {}
         #: Lost to the sweep, while this rank lives.
@@ -282,6 +285,7 @@ class Outlet:
             # Leases first: what one job's write may raise must not cost the others theirs.
             self._renew()
             self._flush(everything)
+            self._tell()
             self._give_back()
             self._report_survival()
         except STATE_ERRORS as error:
@@ -342,6 +346,11 @@ class Outlet:
             for held, answer in zip(part, answers, strict=True):
                 self._settle(held, answer, news)
             self._delivery.hint(news)
+
+    def _tell(self) -> None:
+        """What has ended makes room here; the intake may be blocked in a read."""
+        capacity = self._runner.capacity()
+        self._sharing.tell(self._delivery.writer, capacity.in_flight, capacity.effective)
 
     def _give_back(self) -> None:
         while self._returned:

@@ -24,6 +24,7 @@ from pool.store.delivery import Delivery
 from pool.store.handouts import Ending, Handout
 from pool.store.placements import Outcome
 from pool.store.rank_delivery import RankDelivery
+from pool.store.sharing import Sharing
 from tasks.config import Settings, state_url
 from tasks.ports import Finished
 from tasks.programs import Programs
@@ -143,6 +144,7 @@ class Rank:
     def _open(self, served: Served) -> None:
         card = served.card
         self._runner = served.runner
+        self._sharing = Sharing(self.model, self._id, lambda: self._registrar.wish.ranks > 1)
         delivery = self._delivery = self._deliver()
         delivery.heal()
         self._outlet = Outlet(
@@ -154,6 +156,7 @@ class Rank:
             on_left=self._left,
             engine=card.fingerprint if served.same_bytes else "",
             outcome_of=self._outcome,
+            sharing=self._sharing,
         )
         self._sit(delivery, served)
         self._intake = Intake(
@@ -164,6 +167,7 @@ class Rank:
             vocabulary=served.vocabulary,
             gate=self._gate,
             on_begun=self._begun,
+            sharing=self._sharing,
         )
         self._registrar.registry.publish(card)
         self._registrar.on_hint, self._registrar.card = self._outlet.nudge, card

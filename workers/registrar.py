@@ -8,9 +8,10 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from pool.rules.model_states import WAITING
 from pool.store.connection import connect
 from pool.store.keys import model_channel, node_channel
 from pool.store.lifecycle import Lifecycle
@@ -55,6 +56,8 @@ class Registrar:
         self.lifecycle = Lifecycle(self._client, model)
         #: Held over each heartbeat: none of a former life may come behind the beginning of the next.
         self._lock = threading.Lock()
+        #: What the last heartbeat told of that which others look at most.
+        self._told: tuple[Any, ...] = ()
         self._silent = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="genpool-registrar", daemon=True)
@@ -104,10 +107,13 @@ class Registrar:
         raise RuntimeError(f"no free rank id for {self._node}")
 
     def _beat(self) -> bool:
-        wish = self.registry.beat(self.id, self.incarnation, lease_ms=self._lease_ms, facts=self._facts())
+        facts = self._facts()
+        wish = self.registry.beat(self.id, self.incarnation, lease_ms=self._lease_ms, facts=facts)
         if wish is None:
             return False
+        self._told = _standing(facts)
         is_news = (wish.loaded, wish.change) != (self.wish.loaded, self.wish.change)
+        is_news |= facts.get("state") == WAITING and wish.has_place
         self.wish = wish
         if is_news or not wish.loaded:
             self._on_wish(wish)
@@ -134,7 +140,7 @@ class Registrar:
         pubsub.subscribe(node_channel(rank), lifecycle)
         next_beat = 0.0
         while not self._stopping.is_set() and rank == self.id:
-            if time.monotonic() >= next_beat:
+            if time.monotonic() >= next_beat or _standing(self._facts()) != self._told:
                 self.beat()
                 self._silent = False
                 self._keep_card()
@@ -153,3 +159,8 @@ class Registrar:
         card = self.card
         if card is not None and self.registry.card_fingerprint() != card.fingerprint:
             self.registry.publish(card)
+
+
+def _standing(facts: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What is told at the next look, half a second later at most, without waiting for the time of a heartbeat."""
+    return tuple(facts.get(name) for name in ("state", "runtime_inflight", "effective_target_inflight"))

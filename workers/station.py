@@ -5,6 +5,7 @@
 | loading | the model is wanted | serves; or frees what it has, where it is no longer wanted |
 | loaded | | |
 | draining | it is no longer wanted, or the process leaves | ends what it has begun, hands back the rest, frees it |
+| waiting | there are as many replicas as there may be | loads when one leaves |
 | unloaded | it is not wanted | waits |
 | failed | it could not be loaded; nothing is left of the try | tries again when that is asked for |
 
@@ -17,18 +18,22 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from pool.errors import GenpoolError
-from pool.rules.model_states import DRAINING, FAILED, LOADING, STOPPED, UNLOADED
+import redis
+
+from pool.errors import GenpoolError, StateUnavailable
+from pool.rules.model_states import DRAINING, FAILED, LOADING, STOPPED, UNLOADED, WAITING
 from pool.rules.programs.facts import PauseReason
-from pool.settings import ModelSettings
 from pool.store.ranks import Wish
+from tasks.catalogue import Catalogue
 from tasks.config import Settings
+from tasks.launch import DEVICES_VARIABLE
 from tasks.programs import Programs
 from workers.outlet import STATE_ERRORS
 from workers.rank import NotWanted, OnBegun, OnLeft, Rank
@@ -48,7 +53,7 @@ _LOADS = threading.Lock()
 
 
 class Station:
-    """`part`: which of the model's ranks in this process; `of_model`: its settings as they are now; `limit`:
+    """`part`: which of the model's ranks in this process; `catalogue`: where the model's settings are; `limit`:
     generations in flight at most, beside those settings; `on_failed`: the process shall end, because it cannot do what
     it was started for."""
 
@@ -60,7 +65,7 @@ class Station:
         limit: int | None,
         *,
         part: int = 0,
-        of_model: Callable[[], ModelSettings],
+        catalogue: Catalogue,
         gate: TrialGate,
         on_begun: OnBegun,
         on_left: OnLeft,
@@ -70,7 +75,7 @@ class Station:
         self.model = model
         self.error = ""
         self._settings = settings
-        self._of_model = of_model
+        self._catalogue = catalogue
         self._limit = limit
         self.part = part
         self._resized = 0
@@ -86,6 +91,8 @@ class Station:
         self._coming: Rank | None = None
         self._tried: int | None = None
         self._has_tried = False
+        #: A load has failed, and the state server has not heard of it.
+        self._untold = self._gives_up = False
         self._free_by_s: float | None = None
         self._leaving = threading.Event()
         self._news = threading.Event()
@@ -111,13 +118,17 @@ class Station:
 
     def facts(self) -> dict[str, Any]:
         """State and telemetry, JSON-safe."""
-        rank = self._rank
+        rank, of_model = self._rank, self._catalogue.last(self.model)
         return {
             "model": self.model,
             "rank": self._registrar.id,
             "state": self.state,
             "last_error": self.error,
-            "configured_target_inflight": self._of_model().target_inflight,
+            "catalogue_version": self._catalogue.version,
+            "catalogue_error": self._catalogue.error,
+            "configured_target_inflight": of_model.target_inflight,
+            "replica_max": of_model.replica_max,
+            "device": os.environ.get(DEVICES_VARIABLE, ""),
             **({} if rank is None else rank.figures()),
         }
 
@@ -203,14 +214,21 @@ class Station:
     def _turn(self) -> bool:
         """Do what is wanted; whether there may be more to do."""
         wish = self._registrar.wish
+        if self._untold and self._tried is not None:
+            self._tell_failure(self._tried)
+            wish = self._registrar.wish
         if self._rank is not None and not wish.loaded:
             self._unload(self._rank, wish)
             return True
-        if self._rank is None and wish.loaded and not (self._state == FAILED and self._tried == wish.change):
+        if self._rank is None and wish.loaded and not self._must_wait(wish):
             return self._load(wish)
         if self._rank is None and not wish.loaded and self._state != UNLOADED:
             self._become(UNLOADED)
         return False
+
+    def _must_wait(self, wish: Wish) -> bool:
+        """Whether to load would be in vain: it has failed, or there is still no place."""
+        return (self._state == FAILED and self._tried == wish.change) or (self._state == WAITING and not wish.has_place)
 
     def _become(self, state: str, error: str = "") -> None:
         self._state, self.error = state, error
@@ -222,12 +240,17 @@ class Station:
         self._become(LOADING)
         if not self._registrar.wish.loaded:
             return True
+        if not self._registrar.wish.has_place:
+            self._has_tried, self._tried = not is_first, None
+            self._become(WAITING)
+            log.info("%s: there are as many replicas as there may be; this one waits", self.model)
+            return self._registrar.wish.has_place
         try:
             self._start()
         except NotWanted:
             _free_memory()
             return True
-        except STATE_ERRORS:
+        except (redis.exceptions.RedisError, StateUnavailable):
             # It says nothing of the model.
             _free_memory()
             self._has_tried = not is_first
@@ -235,13 +258,13 @@ class Station:
         except Exception as error:  # noqa: BLE001 - whatever a load raises is told by name
             _free_memory()
             self._failed(error, wish, is_first=is_first)
-            return False
+            return True
         self._registrar.beat()
         self._registrar.lifecycle.loaded()
         return True
 
     def _start(self) -> None:
-        of_model = self._of_model()
+        of_model = self._catalogue.last(self.model)
         target = of_model.target_inflight if self._limit is None else min(of_model.target_inflight, self._limit)
         rank = self._coming = Rank(
             self.model,
@@ -267,9 +290,15 @@ class Station:
         told = error.message if isinstance(error, GenpoolError) else f"{type(error).__name__}: {error}"
         told = told[:MAX_ERROR_CHARS]
         log.error("%s: cannot be loaded: %s", self.model, told)
-        self._become(FAILED, told)
-        self._registrar.lifecycle.load_failed(wish.change, self._registrar.id, told)
-        if is_first and not wish.is_asked:
+        self._state, self.error, self._untold = FAILED, told, True
+        self._gives_up = is_first and not wish.is_asked
+
+    def _tell_failure(self, change: int) -> None:
+        """Both as a rank and for the model; again, where the state server was away."""
+        self._become(FAILED, self.error)
+        self._registrar.lifecycle.load_failed(change, self._registrar.id, self.error)
+        self._untold = False
+        if self._gives_up:
             self._on_failed(self.model)
 
     def _unload(self, rank: Rank, wish: Wish) -> None:

@@ -5,6 +5,7 @@ A *worker* step, not a consumer step: consumer steps are stopped and started on 
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from typing import Any
@@ -19,6 +20,7 @@ from tasks import names
 from tasks.celery import UNLIMITED_CONCURRENCY
 from tasks.config import Settings
 from tasks.generate import Generate
+from tasks.launch import DEVICES_VARIABLE, device_env
 from workers.host import Host
 from workers.pool import HostPool
 
@@ -35,6 +37,7 @@ class EngineStep(bootsteps.StartStopStep):
         self._services = task.services
         self._settings: Settings = self._services.settings
         self._check(worker)
+        self._pin(worker)
         super().__init__(worker, **options)
 
     def _check(self, worker: Any) -> None:
@@ -47,18 +50,33 @@ class EngineStep(bootsteps.StartStopStep):
             )
         if getattr(worker, "autoscale", None):
             raise _refusal("--autoscale is not supported; use -c N, or `celery -A tasks control pool_grow`.")
-        if not Host.wanted(worker.app, self._settings):
+        if not Host.wanted(worker.app, self._settings.models):
             known = ", ".join(self._services.submitter.models()) or "none"
             raise _refusal(
                 f"No enabled model among the queues ({queues}). "
                 f"Name one: celery -A tasks worker -Q MODEL. Models: {known}."
             )
 
+    def _pin(self, worker: Any) -> None:
+        """Show this process the devices of its models alone, unless whoever started it has chosen. Nothing that looks
+        for devices is loaded yet."""
+        devices = {
+            self._settings.models[name].device_of(0) for name in Host.wanted(worker.app, self._settings.models)
+        } - {""}
+        if not devices or DEVICES_VARIABLE in os.environ:
+            return
+        if len(devices) > 1:
+            raise _refusal(
+                f"Its models are on different devices ({', '.join(sorted(devices))}), and a process sees one choice. "
+                f"Start a worker for each, or set {DEVICES_VARIABLE} for all of them."
+            )
+        os.environ |= device_env(devices.pop())
+
     def create(self, worker: Any) -> Host:
         """Build the host; `-c` bounds the generations in flight of each model, its absence leaves the model's own
         limit."""
         limit = None if worker.concurrency == UNLIMITED_CONCURRENCY else worker.concurrency
-        models = [self._settings.models[name] for name in Host.wanted(worker.app, self._settings)]
+        models = [self._settings.models[name] for name in Host.wanted(worker.app, self._settings.models)]
         targets = [model.target_inflight if limit is None else min(limit, model.target_inflight) for model in models]
         worker.concurrency = worker.pool.limit = max(targets)
         host = Host(worker, self._services, limit=limit)

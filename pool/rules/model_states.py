@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 LOADING, LOADED, UNLOADING, UNLOADED, FAILED = STATES = ("loading", "loaded", "unloading", "unloaded", "failed")
-#: What else a rank may do: finish what it has begun, before it leaves or frees the model.
-DRAINING, STOPPED = "draining", "stopped"
+#: What else a rank may do: finish what it has begun, before it leaves or frees the model; wait until there are fewer
+#: replicas than there may be.
+DRAINING, STOPPED, WAITING = "draining", "stopped", "waiting"
+RANK_STATES = (LOADING, LOADED, DRAINING, WAITING, UNLOADED, FAILED)
 #: Of a rank: it does not hold the model, nor will it serve before it has loaded it.
-NOT_SERVING = frozenset({LOADING, UNLOADED, FAILED})
+NOT_SERVING = frozenset({LOADING, WAITING, UNLOADED, FAILED})
 
 
 def state_of(*, unloads: bool, is_unloaded: bool, is_asked: bool, has_failed: bool, ranks: Collection[str]) -> str:

@@ -66,12 +66,14 @@ class Handout:
 @dataclass(slots=True)
 class Entry:
     """A stream entry of this rank's pending list, the job it names, and the fence with which it begins: beginning the
-    same Entry again is safe. `program`: whose job it is, "" for plain work."""
+    same Entry again is safe. `program`: whose job it is, "" for plain work; `hops`: how often it was
+    passed on."""
 
     id: str
     token: str
     nonce: str
     program: str = ""
+    hops: int = 0
 
 
 @dataclass(frozen=True, slots=True)

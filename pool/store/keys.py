@@ -18,6 +18,8 @@ GROUP = "workers"
 END_ONLY = "."
 #: Never exists: a write to it that changes nothing tells whether the server takes writes.
 PROBE = f"{PREFIX}probe"
+#: HASH version, digest, tables, at_ms: the catalogue of models that an admin had read last (tasks/catalogue.py).
+CATALOGUE = f"{PREFIX}catalogue"
 
 
 def node_channel(node: str) -> str:
@@ -107,6 +109,22 @@ class ModelKeys:
         return self._key("ranks")
 
     @cached_property
+    def told(self) -> str:
+        """HASH rank id -> JSON: who each of them is, and what it told of itself last."""
+        return self._key("told")
+
+    @cached_property
+    def places(self) -> str:
+        """ZSET rank id -> lease end (ms): replicas that hold a copy, load it or free it: those that `replica_max`
+        bounds."""
+        return self._key("places")
+
+    @cached_property
+    def load(self) -> str:
+        """HASH rank id -> `IN_FLIGHT SLOTS`: how full each of several replicas is (pool/store/sharing.py)."""
+        return self._key("load")
+
+    @cached_property
     def card(self) -> str:
         """HASH: what a worker published about the model (context length, vocabulary, ...)."""
         return self._key("card")
@@ -117,7 +135,7 @@ class ModelKeys:
         return self._key("probe")
 
     def rank(self, rank: str) -> str:
-        """HASH with TTL: one rank's incarnation, host, pid and facts."""
+        """HASH with TTL: one rank's incarnation, host and pid."""
         return self._key(f"rank:{rank}")
 
     def job(self, token: str) -> str:

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ class Lifecycle:
         """What is wanted now."""
         with state_errors():
             stored = self.client.hgetall(self.keys.model)
-        return _wanted(stored)
+        return wanted_of(stored)
 
     def look(self) -> tuple[Wanted, list[Rank]]:
         """What is wanted now, and all live ranks, in whichever state."""
@@ -135,7 +135,8 @@ class Lifecycle:
         raise StateUnavailable("Ranks come and go too often at the moment.")
 
 
-def _wanted(stored: dict[bytes, bytes]) -> Wanted:
+def wanted_of(stored: Mapping[bytes, bytes]) -> Wanted:
+    """From the fields of the hash."""
     return Wanted(
         unloads=stored.get(b"wanted") == b"unloaded",
         is_unloaded=stored.get(b"phase") == b"unloaded",

@@ -241,7 +241,7 @@ class ProgramStore:
         return Applied("ok", int(rest[0]), tuple((p.decode(), why.decode()) for p, why in rest[1:]))
 
     def rebind(self, program: str, rank: str, other: str, why: str) -> int | None:
-        """Bind a Program without a place to another rank; the version of its book, None where it has a place or is gone."""
+        """Bind a Program without a place to another rank; the version of its book, None where it has one or is gone."""
 
         def build(declared: Declared) -> Command:
             now = declared.rank

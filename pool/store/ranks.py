@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from pool.rules.model_states import LOADED, NOT_SERVING
 from pool.store.connection import Client, state_errors
 from pool.store.keys import ModelKeys
 from pool.store.running import run
-from pool.store.scripts import Value, script
+from pool.store.scripts import Command, Value, script
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +42,19 @@ class Card:
 class Wish:
     """What a rank is told with each heartbeat. `loaded`: its model is wanted; `change`: the number of that wish;
     `is_asked`: an admin has asked to load it, and no rank has done so yet; `drain_ms`: how long what runs may take,
-    where it is to be unloaded."""
+    where it is to be unloaded. `ranks`: how many there are; `has_place`: it may load, there are not too many."""
 
     loaded: bool = True
     change: int = 0
     is_asked: bool = False
     drain_ms: int = 0
+    ranks: int = 1
+    has_place: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A live rank as listed; `facts` are what it last reported (JSON)."""
+    """A live rank as listed; `facts` are what it last reported (JSON), in its present state."""
 
     id: str
     incarnation: str
@@ -92,22 +94,34 @@ class RankRegistry:
                 return None
             # A crashed predecessor on this machine: its place need not wait for its lease.
             _, *detail = self._beat(rank, incarnation, lease_ms, facts, replace=True)
-        wanted, change, done, drain_ms = detail
-        return Wish(wanted != b"unloaded", change, is_asked=wanted == b"loaded" and change != done, drain_ms=drain_ms)
+        wanted, change, done, drain_ms, ranks, has_place = detail
+        return Wish(
+            wanted != b"unloaded",
+            change,
+            is_asked=wanted == b"loaded" and change != done,
+            drain_ms=drain_ms,
+            ranks=ranks,
+            has_place=bool(has_place),
+        )
 
     def _beat(
         self, rank: str, incarnation: str, lease_ms: int, facts: Mapping[str, Any], *, replace: bool
     ) -> list[Any]:
-        fields: list[Value] = ["host", socket.gethostname(), "pid", os.getpid(), "facts", json.dumps(facts)]
+        fields: list[Value] = ["host", socket.gethostname(), "pid", os.getpid()]
+        who = {"incarnation": incarnation, "host": fields[1], "pid": fields[3], "facts": dict(facts)}
         command = script("heartbeat")(
             record=self._keys.rank(rank),
             ranks=self._keys.ranks,
+            told=self._keys.told,
             rank=rank,
             incarnation=incarnation,
             replace=int(replace),
             model=self._keys.model,
+            places=self._keys.places,
             state=str(facts.get("state", LOADED)),
+            most=int(facts.get("replica_max", 0)),
             lease=lease_ms,
+            facts=json.dumps(who),
             fields=fields,
         )
         reply: list[Any] = run(self._client, command)
@@ -118,6 +132,8 @@ class RankRegistry:
         command = script("retire")(
             record=self._keys.rank(rank),
             ranks=self._keys.ranks,
+            told=self._keys.told,
+            places=self._keys.places,
             queue=self._keys.queue,
             rank=rank,
             incarnation=incarnation,
@@ -126,27 +142,12 @@ class RankRegistry:
 
     def live(self) -> list[Rank]:
         """Ranks that serve, or finish what they have begun: not those that have no model loaded."""
-        return [rank for rank in self.present() if rank.state not in NOT_SERVING]
+        return serving(self.present())
 
     def present(self) -> list[Rank]:
-        """Ranks whose lease holds (their records expire with it), in whichever state."""
+        """Ranks whose lease holds, in whichever state. One round trip."""
         with state_errors():
-            ids = [rank.decode() for rank in self._client.zrange(self._keys.ranks, 0, -1)]
-            pipe = self._client.pipeline(transaction=False)
-            for rank in ids:
-                pipe.hgetall(self._keys.rank(rank))
-            records = pipe.execute()
-        return [
-            Rank(
-                rank,
-                record[b"incarnation"].decode(),
-                record[b"host"].decode(),
-                int(record[b"pid"]),
-                json.loads(record[b"facts"]),
-            )
-            for rank, record in zip(ids, records, strict=True)
-            if record
-        ]
+            return present_of(run(self._client, present_command(self._keys)))
 
     def publish(self, card: Card) -> None:
         """Store the model's card; the last worker to load it wins."""
@@ -187,6 +188,27 @@ class RankRegistry:
             lacks=tuple(stored.get(b"lacks", b"").decode().split()),
             backend=stored.get(b"backend", b"").decode(),
         )
+
+
+def serving(ranks: Iterable[Rank]) -> list[Rank]:
+    """Those of them that have the model loaded."""
+    return [rank for rank in ranks if rank.state not in NOT_SERVING]
+
+
+def present_command(keys: ModelKeys) -> Command:
+    """What `present_of` reads the reply of."""
+    return script("executors")(ranks=keys.ranks, told=keys.told, model=keys.model)
+
+
+def present_of(reply: Sequence[Any]) -> list[Rank]:
+    """The ranks of a reply, by id."""
+    told = reply[1]
+    return sorted((_rank(*told[at : at + 3]) for at in range(0, len(told), 3)), key=lambda rank: rank.id)
+
+
+def _rank(rank: bytes, _lease_end: bytes, told: bytes) -> Rank:
+    who = json.loads(told)
+    return Rank(rank.decode(), who["incarnation"], who["host"], who["pid"], who["facts"])
 
 
 def _is_alive(pid: int) -> bool:

@@ -72,16 +72,20 @@ class Survey:
 
 def surveys(client: Client, models: Sequence[str], shard: int = 0) -> dict[str, Survey]:
     """A survey of each model, in one round trip. Raises StateUnavailable."""
-    commands: list[Command] = []
-    for model in models:
-        keys = ModelKeys(f"{model}:{shard}")
-        command = script("survey")(
-            index=keys.index, leases=keys.leases, dead=keys.dead, tally=keys.tally, totals=keys.totals
-        )
-        commands.append(command)
+    commands = [survey_command(ModelKeys(f"{model}:{shard}")) for model in models]
     with state_errors():
         replies = run_many(client, commands)
-    return {model: _survey(*reply) for model, reply in zip(models, replies, strict=True)}
+    return {model: survey_of(reply) for model, reply in zip(models, replies, strict=True)}
+
+
+def survey_command(keys: ModelKeys) -> Command:
+    """What `survey_of` reads the reply of."""
+    return script("survey")(index=keys.index, leases=keys.leases, dead=keys.dead, tally=keys.tally, totals=keys.totals)
+
+
+def survey_of(reply: Sequence[Any]) -> Survey:
+    """The survey in a reply."""
+    return _survey(*reply)
 
 
 def add_up(client: Client, keys: ModelKeys) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from pool.store.keys import ModelKeys
 from tasks.payloads import Sampling, TextPrompt
 from tests.builders import request
 from tests.system import ROOT, SCRIPTED, TINY, System
@@ -56,12 +55,8 @@ def scraped(system: System, model: str) -> Figures:
 
 def beaten(system: System, model: str) -> dict[str, Any]:
     """What the worker's last heartbeat told of the model."""
-    with system.client() as client:
-        ((_, facts),) = [
-            (key, json.loads(client.hget(key, "facts")))
-            for key in client.scan_iter(match=ModelKeys(f"{model}:0").rank("*"))
-        ]
-    return dict(facts)
+    (rank,) = system.ranks(model)
+    return rank.facts
 
 
 def node(system: System) -> str:

@@ -209,11 +209,13 @@ def test_models_are_listed_with_cache_size_and_licence(tmp_path: Path) -> None:
         f'[models.own]\nsource = "{tmp_path}/own.gguf"\nenabled = false\n[models.tiny]\nsource = "random:1"'
     )
     rows = {line.split()[0]: line.split()[2:] for line in run("models", "list").stdout.splitlines()}
-    assert rows["NAME"] == ["CACHED", "SIZE", "LICENCE", "ENABLED"]
-    assert rows[SHIPPED] == ["no", "94", "MiB", "Apache-2.0", "yes"]
-    assert rows["smollm2-135m-q4"] == ["no", "-", "Apache-2.0", "no"]
-    assert rows["own"] == ["yes", "1", "MiB", "-", "no"]
-    assert rows["tiny"] == ["-", "-", "-", "yes"]
+    assert rows["NAME"][:5] == ["CACHED", "SIZE", "LICENCE", "ENABLED", "STATE"]
+    assert rows[SHIPPED][:5] == ["no", "94", "MiB", "Apache-2.0", "yes"]
+    assert rows["smollm2-135m-q4"][:4] == ["no", "-", "Apache-2.0", "no"]
+    assert rows["own"][:5] == ["yes", "1", "MiB", "-", "no"]
+    assert rows["tiny"][:4] == ["-", "-", "-", "yes"]
+    # No state server runs: nothing is known of their processes.
+    assert {cell for name, cells in rows.items() if name != "NAME" for cell in cells[5:]} == {"-"}
 
 
 def test_pull_prints_where_the_weights_are(tmp_path: Path) -> None:
@@ -313,6 +315,44 @@ def test_a_state_server_elsewhere_is_not_started() -> None:
 def test_a_worker_starts_with_one_blas_thread() -> None:
     """BLAS libraries read their variables once, at import; the engine brings its own threads."""
     assert set(launch.worker_child(settings_of(), SHIPPED).env.values()) == {"1"}
+
+
+def test_a_model_has_as_many_workers_as_replicas_each_on_its_device() -> None:
+    """Names of their own for children and Celery nodes; devices in turn, in the child's environment; none for a model
+    that others serve. What the model hands back is told once."""
+    toml = '[models.{}]\nreplicas = 3\ndevice = "0,1;GPU-8a"\n[models.far]\nsource = "random:1"\nreplicas = 0'
+    plan = launch.stages(settings_of(toml.format(SHIPPED)), server=None, port=8000, flower_port=5555)
+    workers = plan[1]
+    assert [child.name for child in workers] == [f"worker {SHIPPED}", f"worker {SHIPPED} 2", f"worker {SHIPPED} 3"]
+    assert [child.argv[child.argv.index("-n") + 1] for child in workers] == [
+        f"{SHIPPED}@%h",
+        f"{SHIPPED}-2@%h",
+        f"{SHIPPED}-3@%h",
+    ]
+    assert [child.env[launch.DEVICES_VARIABLE] for child in workers] == ["0,1", "GPU-8a", "0,1"]
+    assert [child.parting is not None for child in workers] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"), [([], "0,1"), (["--device", "3"], "3"), (["--device", "MIG-1/2/0"], "MIG-1/2/0")]
+)
+def test_a_worker_sees_its_device_from_its_first_moment(
+    given: list[str], seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The option comes before the catalogue, and both before what the environment said."""
+    settings_of('[models.tiny]\nsource = "random:1"\ndevice = "0,1;2"')
+    monkeypatch.setenv(launch.DEVICES_VARIABLE, "7")
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda _path, _argv, environment: started.append(environment))
+    run("worker", "tiny", *given)
+    assert started[0][launch.DEVICES_VARIABLE] == seen
+
+
+@pytest.mark.parametrize("device", ["0;1", "0,", " ", "$(x)"])
+def test_a_device_that_is_none_is_refused(device: str) -> None:
+    """Named, before anything starts."""
+    settings_of('[models.tiny]\nsource = "random:1"')
+    assert "names no device" in run("worker", "tiny", "--device", device).output
 
 
 def test_a_worker_may_drain_before_it_is_killed() -> None:

@@ -180,6 +180,16 @@ def test_a_variable_that_fits_two_models_is_refused(load: Any) -> None:
             f"[models.{SHIPPED}]\ntarget_inflight = true",
             "target_inflight = True (from {file}): should be a valid integer",
         ),
+        (f"[models.{SHIPPED}]\ntarget_inflight = 0", "target_inflight = 0 (from {file}): should be greater than or"),
+        (f"[models.{SHIPPED}]\nreplicas = true", "replicas = True (from {file}): should be a valid integer"),
+        (f"[models.{SHIPPED}]\nreplica_max = 1.0", "replica_max = 1.0 (from {file}): should be a valid integer"),
+        (f"[models.{SHIPPED}]\nreplicas = -1", "replicas = -1 (from {file}): should be greater than or"),
+        (
+            f"[models.{SHIPPED}]\nreplicas = 3\nreplica_max = 2",
+            f"models.{SHIPPED} (from {{file}}): replica_max (2) must be 0 or at least replicas (3)",
+        ),
+        (f"[models.{SHIPPED}]\ndevice = 0", "device = 0 (from {file}): should be a valid string"),
+        (f'[models.{SHIPPED}]\ndevice = "0;"', "device = '0;' (from {file}): must be what CUDA_VISIBLE_DEVICES takes"),
         (f"[models.{SHIPPED}]\nkv_overcommit = 0.5", "kv_overcommit = 0.5 (from {file}): should be greater than or"),
         (f"[models.{SHIPPED}]\nmax_queue_depth = -1", "max_queue_depth = -1 (from {file}): should be greater than or"),
         (

@@ -61,7 +61,8 @@ def told() -> dict[str, Any]:
     telemetry.began(50, 10)
     for reason in (Reason.QUEUE_FULL, Reason.KV_BUDGET, Reason.QUEUE_FULL):
         telemetry.rejected_for(reason)
-    return telemetry.data(active=8, waiting=1)
+    limits = {"configured_target_inflight": 8, "effective_target_inflight": 4, "runtime_inflight": 9}
+    return telemetry.data(active=8, waiting=1) | limits
 
 
 def beat(worker: PlayingWorker, rank: str, facts: dict[str, Any]) -> None:

@@ -158,6 +158,20 @@ class ModelStanding(Answer):
     last_error: str | None
 
 
+class Reloaded(Answer):
+    """What reading the models again has changed. `changed_fields`: of those that were updated; `needs_restart`: other
+    settings of the file, which count from the next start."""
+
+    object: Literal["settings.reload"]
+    version: int
+    added: list[str]
+    removed: list[str]
+    updated: list[str]
+    unchanged: list[str]
+    changed_fields: dict[str, list[str]]
+    needs_restart: list[str]
+
+
 class Deleted(Answer):
     """The response is gone."""
 
@@ -349,8 +363,62 @@ class Diagnostics(Answer):
     models: list[ModelDiagnostics]
 
 
+class CatalogueStanding(Answer):
+    """The version of the models that this process goes by, and why it has not taken over a later one."""
+
+    version: int
+    error: Literal["catalogue_invalid", "catalogue_differs"] | None
+
+
+class RankRow(Answer):
+    """A replica as of its last heartbeat; counts are of generations, each choice of a job one."""
+
+    rank: str
+    host: str
+    pid: int
+    state: Literal["loading", "loaded", "draining", "waiting", "unloaded", "failed", "stopped"]
+    queue_depth: int
+    runtime_inflight: int
+    configured_target_inflight: int
+    effective_target_inflight: int
+    device: str
+    last_error: str | None
+
+
+class ModelRow(Answer):
+    """A model of the catalogue; counts are of jobs, the first two targets sums over its loaded replicas."""
+
+    id: str
+    object: Literal["model"]
+    backend: str
+    enabled: bool
+    state: Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+    accepting_new_requests: bool
+    queue_depth: int
+    oldest_queued_seconds: float
+    runtime_inflight: int
+    configured_target_inflight: int
+    effective_target_inflight: int
+    loaded_replicas: int
+    loading_replicas: int
+    target_inflight: int
+    replicas: int
+    replica_max: int
+    device: str
+    last_error: str | None
+    ranks: list[RankRow] | None = None
+
+
+class ModelRows(Answer):
+    """All models of the catalogue, disabled ones included."""
+
+    object: Literal["list"]
+    data: list[ModelRow]
+
+
 class Health(Answer):
     """Alive, or ready; then with each model's state."""
 
     status: Literal["ok", "ready"]
     models: dict[str, str] | None = None
+    catalogue: CatalogueStanding | None = None

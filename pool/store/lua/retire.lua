@@ -1,6 +1,8 @@
 -- retire: a rank leaves. Its consumer goes too, unless entries are still pending there: deleting it would lose them.
 -- KEY record hash
 -- KEY ranks zset
+-- KEY told hash
+-- KEY places zset
 -- KEY queue stream
 -- ARG rank str
 -- ARG incarnation str
@@ -9,6 +11,8 @@
 if redis.call('HGET', record, 'incarnation') ~= incarnation then return {'taken'} end
 redis.call('DEL', record)
 redis.call('ZREM', ranks, rank)
+redis.call('HDEL', told, rank)
+redis.call('ZREM', places, rank)
 local pending = redis.pcall('XPENDING', queue, 'workers', '-', '+', 1, rank)
 if not pending.err and #pending == 0 then redis.call('XGROUP', 'DELCONSUMER', queue, 'workers', rank) end
 return {'ok'}

@@ -1,0 +1,80 @@
+"""How the replicas of a model fill evenly: each tells how full it is, and gives back what emptier ones should have.
+
+Plain work is bound late: it lies in the model's stream until a replica with a free slot reads it. The state server
+serves blocked readers in the order in which they blocked, whatever each has in flight, and one that comes back from
+what it has just begun takes all that has gathered. So a replica that has read looks, in the script that would give the
+work away (`lua/share.lua`), whether others have less in flight for their slots.
+
+A replica that is told to be emptier and does not come, being dead, stopped or busy, costs a job no more than MOST_HOPS
+hops and pauses: then whoever has it begins it. A replica with free slots never waits for longer than a pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pool.store.connection import Client
+from pool.store.handouts import Entry
+from pool.store.keys import ModelKeys
+from pool.store.running import run, run_many
+from pool.store.scripts import Command, script
+
+#: How often a job may go back to the stream before somebody begins it.
+MOST_HOPS = 3
+#: How long whoever gave work back leaves it to others before it reads again.
+PAUSE_S = 0.005
+#: What a replica has told is forgotten when none of the model tells anything for so long.
+TOLD_MS = 3_600_000
+
+
+@dataclass
+class Sharing:
+    """One replica's. `has_others`: whether other replicas serve the model; while there are none, nothing is told or
+    asked."""
+
+    model: str
+    rank: str
+    has_others: Callable[[], bool] = lambda: False
+    keys: ModelKeys = field(init=False)
+    _told: str = field(init=False, default="")
+    _has_left: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.keys = ModelKeys(f"{self.model}:0")
+
+    def tell(self, client: Client, in_flight: int, slots: int) -> None:
+        """Let others know how full this replica is, if it has changed. For several threads: the last one to tell may
+        be wrong by a moment, until the next."""
+        now = f"{in_flight} {slots}"
+        if not self.has_others() or self._has_left or now == self._told:
+            return
+        commands: list[Command] = [["HSET", self.keys.load, self.rank, now], ["PEXPIRE", self.keys.load, TOLD_MS]]
+        run_many(client, commands)
+        self._told = now
+
+    def leave(self, client: Client) -> None:
+        """This replica takes nothing any more."""
+        self._has_left = True
+        run(client, ["HDEL", self.keys.load, self.rank])
+
+    def kept(self, client: Client, entries: Sequence[Entry], in_flight: int, slots: int) -> list[Entry]:
+        """Of what was read just now by a replica with so much in flight, what it begins; the rest went back."""
+        plain = [entry for entry in entries if not entry.program]
+        if not self.has_others() or not plain or (in_flight == 0 and len(entries) == 1):
+            return list(entries)
+        command = script("share")(
+            queue=self.keys.queue,
+            ranks=self.keys.ranks,
+            load=self.keys.load,
+            jobs=[self.keys.job(entry.token) for entry in plain],
+            rank=self.rank,
+            inflight=in_flight + len(entries) - len(plain),
+            slots=slots,
+            most=MOST_HOPS,
+            tokens=[entry.token for entry in plain],
+            entries=[entry.id for entry in plain],
+            hops=[entry.hops for entry in plain],
+        )
+        given = {entry.id for entry, went in zip(plain, run(client, command), strict=True) if went}
+        return [entry for entry in entries if entry.program or entry.id not in given]

@@ -1,0 +1,167 @@
+"""How replicas of a model fill evenly: what a replica gives back of what it has read, and what becomes of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pool.store.audit import Audit
+from pool.store.connection import Client
+from pool.store.delivery import Delivery
+from pool.store.handouts import Entry, Handout, Write
+from pool.store.jobs import JobStore
+from pool.store.keys import GROUP, ModelKeys
+from pool.store.ranks import RankRegistry
+from pool.store.sharing import MOST_HOPS, Sharing
+from tests.builders import completed, delivery, new_job
+
+KEYS = ModelKeys("tiny:0")
+
+
+class Replica:
+    """One of several, driven by the test: it reads, shares, and begins what it keeps."""
+
+    def __init__(self, url: str, client: Client, rank: str, slots: int) -> None:
+        self.delivery: Delivery = delivery(url, rank)
+        self.slots = slots
+        self.held: list[Handout] = []
+        self.sharing = Sharing("tiny", rank, has_others=lambda: True)
+        self._client = client
+        self.registry = RankRegistry(client, "tiny")
+        assert self.registry.beat(rank, "life", lease_ms=60_000, facts={})
+        self.tell()
+
+    @property
+    def occupancy(self) -> float:
+        """In flight for its slots."""
+        return len(self.held) / self.slots
+
+    def tell(self) -> None:
+        """As before each read, and after each end."""
+        self.sharing.tell(self._client, len(self.held), self.slots)
+
+    def keeps(self, entries: list[Entry]) -> list[Entry]:
+        """What of these it does not give back."""
+        return self.sharing.kept(self._client, entries, len(self.held), self.slots)
+
+    def turn(self) -> int:
+        """As the intake's: how many it has begun."""
+        self.tell()
+        room = self.slots - len(self.held)
+        entries = self.keeps(self.delivery.read(room, 1)) if room else []
+        self.held += [found for found in self.delivery.begin(entries) if isinstance(found, Handout)]
+        self.tell()
+        return len(entries)
+
+    def end(self, count: int) -> None:
+        """Some of what it runs ends."""
+        for handout in self.held[:count]:
+            assert self.delivery.write([Write(handout.lease, 0, (), completed("x"))])[0].code == "ok"
+        self.held = self.held[count:]
+        self.tell()
+
+
+@pytest.fixture
+def trio(redis_url: str, client: Client) -> Iterator[list[Replica]]:
+    """Three replicas of 8, 4 and 2 slots; what they hold at the end of the test ends."""
+    replicas = [Replica(redis_url, client, f"rank-{slots}", slots) for slots in (8, 4, 2)]
+    yield replicas
+    for replica in replicas:
+        replica.end(len(replica.held))
+        replica.delivery.close()
+
+
+def fill(store: JobStore, replicas: list[Replica], jobs: int) -> list[int]:
+    """Submit jobs one by one; each time the fullest replicas look first, as if they had waited longest. What each
+    holds then."""
+    for _ in range(jobs):
+        store.submit(new_job())
+        line = sorted(replicas, key=lambda replica: -replica.occupancy)
+        assert any(replica.turn() for replica in line), "nobody begins the job"
+    return [len(replica.held) for replica in replicas]
+
+
+@pytest.mark.parametrize(("jobs", "held"), [(3, [1, 1, 1]), (7, [4, 2, 1]), (14, [8, 4, 2])])
+def test_unequal_replicas_fill_evenly(store: JobStore, trio: list[Replica], jobs: int, held: list[int]) -> None:
+    """In flight for its slots is what counts, whoever reads first."""
+    assert fill(store, trio, jobs) == held
+
+
+def test_who_ends_work_gets_the_next(store: JobStore, trio: list[Replica]) -> None:
+    """What a replica told when it began to wait is not what counts, but what it has now."""
+    fill(store, trio, 14)
+    trio[2].end(2)
+    trio[0].end(2)
+    assert fill(store, trio, 3) == [7, 4, 2]
+
+
+def test_whoever_comes_back_does_not_take_all_that_has_gathered(
+    store: JobStore, client: Client, trio: list[Replica]
+) -> None:
+    """One that reads eight at once keeps its share, also counting what still lies there."""
+    for _ in range(7):
+        store.submit(new_job())
+    assert trio[0].turn() == 4
+    assert client.xlen(KEYS.queue) == 7
+    assert (trio[1].turn(), trio[2].turn()) == (2, 1)
+
+
+def test_a_job_is_passed_on_a_few_times_at_most(store: JobStore, client: Client, trio: list[Replica]) -> None:
+    """One that is told to be empty and does not come holds nothing up."""
+    fuller = trio[0]
+    fill(store, [fuller], 1)
+    ref = new_job()
+    store.submit(ref)
+    assert [fuller.turn() for _ in range(MOST_HOPS + 1)] == [0] * MOST_HOPS + [1]
+    assert store.read(ref.ref).state == "running"
+    assert Audit(client, "tiny").run() == []
+
+
+def test_the_dead_and_those_that_leave_get_nothing(store: JobStore, client: Client, trio: list[Replica]) -> None:
+    """Their lease has ended, or they said so."""
+    trio[1].registry.retire("rank-4", "life")
+    trio[2].sharing.leave(client)
+    trio[2].tell()
+    assert fill(store, trio[:1], 5) == [5]
+
+
+@pytest.mark.parametrize("fact", [{"crashes": 1}, {"state": "cancelled"}, {"entry": "1-1"}])
+def test_what_is_not_simply_queued_stays(
+    store: JobStore, client: Client, trio: list[Replica], fact: dict[str, str | int]
+) -> None:
+    """A job on trial is begun with care where it is; one that has gone elsewhere is found to be so."""
+    fill(store, trio[:1], 1)
+    job = new_job()
+    store.submit(job)
+    entries = trio[0].delivery.read(4, 10)
+    before = client.hgetall(KEYS.job(job.ref.token))
+    client.hset(KEYS.job(job.ref.token), mapping=fact)
+    assert trio[0].keeps(entries) == entries
+    client.hset(KEYS.job(job.ref.token), mapping=before)
+    client.hdel(KEYS.job(job.ref.token), "crashes")
+    trio[0].delivery.give_back(entries)
+    trio[1].turn()
+
+
+def test_alone_nothing_is_told_or_asked(store: JobStore, client: Client, trio: list[Replica]) -> None:
+    """One replica pays nothing for the sake of others."""
+    only = trio[0]
+    client.delete(KEYS.load)
+    only.sharing.has_others = lambda: False
+    assert fill(store, [only], 3) == [3]
+    assert not client.exists(KEYS.load)
+
+
+def test_an_entry_with_wild_hops_is_read(store: JobStore, client: Client, trio: list[Replica]) -> None:
+    """Anybody can add entries to a stream."""
+    fill(store, trio[:1], 1)
+    for hops in ("-1", "x", "9" * 400, "²"):
+        job = new_job()
+        store.submit(job)
+        ((entry, _),) = client.xrevrange(KEYS.queue, count=1)
+        client.xdel(KEYS.queue, entry)
+        fresh = client.xadd(KEYS.queue, {"job": job.ref.token, "hops": hops})
+        client.hset(KEYS.job(job.ref.token), "entry", fresh)
+    assert sum(replica.turn() for _ in range(4) for replica in trio) == 4
+    assert client.xpending(KEYS.queue, GROUP)["pending"] == 5
