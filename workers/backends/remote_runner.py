@@ -176,9 +176,9 @@ class RemoteRunner:
         }
         return facts if reason is None else facts | {"last_error": f"{reason.code}: {reason.message}"}
 
-    def away(self, message: str) -> None:
-        """Somebody else has found the server away, and looks for it."""
-        self._call(self._shut, Away(message))
+    def ended(self, message: str) -> None:
+        """The server's process has ended; whoever says so starts it again."""
+        self._call(self._restarts, Away(message))
 
     def back(self) -> None:
         """The server is there (again)."""
@@ -255,7 +255,8 @@ class RemoteRunner:
     def _resize(self) -> None:
         self._slots.resize(self.effective_limit())
 
-    def _shut(self, failure: Away) -> None:
+    def _restarts(self, failure: Away) -> None:
+        self.figures.restarts += 1
         self._gate.shut(failure)
 
     def _reopen(self) -> None:
