@@ -6,7 +6,6 @@ its own: the blocking read must not hold up the writes.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +15,14 @@ import redis
 from pool.errors import GenerationFailed
 from pool.store import rebuilding
 from pool.store.connection import Client
-from pool.store.entries import drop, hops_of, token_of
+from pool.store.entries import drop, sorted_out
 from pool.store.handouts import Entry, Handout, Lease, Taken, Write, Written, handout_of, written_of
 from pool.store.hints import MOST_BYTES
 from pool.store.inputs import fetch
 from pool.store.keys import GROUP, ModelKeys, node_channel
 from pool.store.log import pack
-from pool.store.nodes import learn, node_of, same_node
+from pool.store.nodes import learn
+from pool.store.reading import Reading
 from pool.store.running import Line, run_many, run_stream
 from pool.store.scripts import Command, script
 from pool.store.trials import ALL_ALONE, AMONG_OTHERS, keep
@@ -49,12 +49,12 @@ class Delivery:
     result_ttl_ms: int
     shard: int = 0
     keys: ModelKeys = field(init=False)
-    #: The connection that reads: its server, as the reader's client knows it, and its id there.
-    _reading: tuple[Client, int] | None = field(init=False, default=None)
+    _reading: Reading = field(init=False)
     _line: Line = field(init=False)
 
     def __post_init__(self) -> None:
         self.keys = ModelKeys(f"{self.model}:{self.shard}")
+        self._reading = Reading(self.reader, self.writer, self.keys.queue)
         self._line = Line(self.writer, self.keys.queue)
 
     def close(self) -> None:
@@ -84,14 +84,12 @@ class Delivery:
         the pending list comes first: it may hold entries that got lost on the old one. What runs does not begin again.
         """
         try:
-            server = node_of(self.reader, self.keys.queue)
-            if self._reading is None or self._reading[0] is not server:
+            if self._reading.is_new():
                 pending = self._pending()
-                server = node_of(self.reader, self.keys.queue)
-                self._reading = server, int(server.client_id())
+                self._reading.settle()
                 if pending:
                     return pending
-            return self._read_new(server, room, block_ms)
+            return self._read_new(self._reading.server, room, block_ms)
         except redis.exceptions.AskError as error:
             # A read that follows its stream to another node cannot be woken there, and so must not wait.
             learn(self.reader, error)
@@ -102,7 +100,7 @@ class Delivery:
             self.heal()
             return []
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
-            self._reading = None
+            self._reading.forget()
             raise
 
     def _read_new(self, server: Client, room: int, block_ms: int) -> list[Entry]:
@@ -123,13 +121,9 @@ class Delivery:
 
     def _entries(self, items: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Entry]:
         """The entries that were read; what names no job is dropped."""
-        named = [(entry, token_of(fields), hops_of(fields)) for entry, fields in items]
-        drop(self.reader, self.keys, [entry for entry, token, _ in named if token is None])
-        return [
-            Entry(entry.decode(), token, secrets.token_hex(8), hops=hops)
-            for entry, token, hops in named
-            if token is not None
-        ]
+        entries, nameless = sorted_out(items)
+        drop(self.reader, self.keys, nameless)
+        return entries
 
     def begin(self, entries: Sequence[Entry], *, alone: int = AMONG_OTHERS) -> Iterator[Handout | Entry]:
         """Begin the jobs of these entries, one after the other as they are asked for.
@@ -211,10 +205,8 @@ class Delivery:
         run_many(self.reader, commands)
 
     def unblock(self) -> None:
-        """Wake a blocked `take`; it then returns nothing. Called from another thread than its own."""
-        if self._reading is not None:
-            server, reader_id = self._reading
-            same_node(self.writer, server).execute_command("CLIENT", "UNBLOCK", reader_id)
+        """Wake a blocked `take`; it then returns nothing. For any thread."""
+        self._reading.unblock()
 
     def write(self, writes: Iterable[Write]) -> list[Written]:
         """Append to logs and end jobs. Safe to repeat after a connection failure. Who follows a job is told of what is

@@ -48,10 +48,21 @@ class ScriptedEngine(BlockEngine):
     """A tasks.ports.Engine whose next token depends on the prompt's script and the number of tokens so far."""
 
     def __init__(
-        self, *, delay_ms: float, log_path: Path, context_length: int = CONTEXT, block_tokens: int = BLOCK_TOKENS
+        self,
+        *,
+        delay_ms: float,
+        log_path: Path,
+        context_length: int = CONTEXT,
+        block_tokens: int = BLOCK_TOKENS,
+        max_sessions: int = 4096,
     ) -> None:
-        blocks = FULL_SESSIONS * -(-context_length // block_tokens)
-        super().__init__(blocks=blocks, block_tokens=block_tokens, context_length=context_length, snapshot=False)
+        super().__init__(
+            blocks=FULL_SESSIONS * -(-context_length // block_tokens),
+            block_tokens=block_tokens,
+            context_length=context_length,
+            snapshot=False,
+            max_sessions=max_sessions,
+        )
         self.vocabulary = scripted_vocabulary()
         tokens = reversed(range(self.vocabulary.size))
         self._token_of = {self.vocabulary.token_bytes(token): token for token in tokens}

@@ -1,8 +1,9 @@
 """A genpool worker as it is shipped, except for its engine: `python -m tests.scripted.worker -Q MODEL ...`.
 
 The model `tiny` keeps its real engine; every other one is scripted. SCRIPTED_LOG names the log file, SCRIPTED_DELAY_MS
-how long a step takes, SCRIPTED_CONTEXT how many tokens a session holds, SCRIPTED_BLOCK how many a block of it. As long
-as the file SCRIPTED_LOAD is there, a load waits, or fails with what the file says.
+how long a step takes, SCRIPTED_CONTEXT how many tokens a session holds, SCRIPTED_BLOCK how many a block of it,
+SCRIPTED_SESSIONS, if it is there, how many generations the engine runs at once at most. As long as the file SCRIPTED_LOAD
+is there, a load waits, or fails with what the file says.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def load(name: str, settings: ModelSettings, weights: Path | None) -> Engine:
         log_path=Path(os.environ["SCRIPTED_LOG"]),
         context_length=int(os.environ["SCRIPTED_CONTEXT"]),
         block_tokens=int(os.environ["SCRIPTED_BLOCK"]),
+        max_sessions=int(os.environ.get("SCRIPTED_SESSIONS", "4096")),
     )
 
 

@@ -127,7 +127,7 @@ def test_a_new_connection_finds_what_was_read_of_both(scene: Scene) -> None:
     refs = [plain(scene), of_program(scene, "lead")]
     worker = both(scene)
     assert len(worker.read(8, 1)) == 2
-    worker._reading = None
+    worker._reading.forget()
     assert {entry.token for entry in worker.read(8, 1)} == {ref.token for ref in refs}
 
 

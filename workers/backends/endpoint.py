@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import ssl
@@ -16,6 +17,9 @@ from typing import Any
 import httpx2
 
 from pool.errors import ConfigurationError
+
+# It tells of every request.
+logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 CONNECT_S = 5.0
 WRITE_S = 30.0
