@@ -2,8 +2,8 @@
 
 The model `tiny` keeps its real engine; every other one is scripted. SCRIPTED_LOG names the log file, SCRIPTED_DELAY_MS
 how long a step takes, SCRIPTED_CONTEXT how many tokens a session holds, SCRIPTED_BLOCK how many a block of it,
-SCRIPTED_SESSIONS, if it is there, how many generations the engine runs at once at most. As long as the file SCRIPTED_LOAD
-is there, a load waits, or fails with what the file says.
+SCRIPTED_SESSIONS, if it is there, how many generations the engine runs at once at most. As long as the file
+SCRIPTED_LOAD is there, a load waits, or fails with what the file says.
 """
 
 from __future__ import annotations
