@@ -115,7 +115,10 @@ def every_backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     }
     if VLLM_ONLY:
         models = {"vllm": vllm_serve()}
-    system = System(folder / "system", workers=1, models=models, serves=",".join(LACKS), api_ports=[port])
+    sections = {"server": {"sync_wait_seconds": 110}}
+    system = System(
+        folder / "system", workers=1, models=models, serves=",".join(LACKS), api_ports=[port], sections=sections
+    )
     with system:
         start(system)
         yield system
@@ -131,5 +134,5 @@ def backend(request: pytest.FixtureRequest, every_backend: System) -> Backend:
 def client(every_backend: System) -> Iterator[OpenAI]:
     """The official client; it resends nothing."""
     url = f"{every_backend.api_url(every_backend.apis[0])}/v1"
-    with OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60) as client:
+    with OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=120) as client:
         yield client
