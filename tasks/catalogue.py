@@ -19,10 +19,9 @@ from typing import Any
 
 from pool.errors import ConfigurationError
 from pool.settings import ModelSettings
+from pool.store.catalogues import publish
 from pool.store.connection import Client, state_errors
 from pool.store.keys import CATALOGUE
-from pool.store.running import run
-from pool.store.scripts import script
 from tasks.config import SHIPPED_MODELS, Configuration, Settings, load_configuration
 
 log = logging.getLogger("genpool.catalogue")
@@ -150,13 +149,7 @@ class Catalogue:
         self.on_change()
 
     def _publish(self, tables: Tables, *, first: bool = False) -> tuple[int, str]:
-        text = canonical(tables)
-        command = script("publish_catalogue")(
-            catalogue=CATALOGUE, digest=digest_of(tables), tables=text, first=int(first)
-        )
-        with state_errors():
-            version, former = run(self._client, command)
-        return int(version), former.decode()
+        return publish(self._client, canonical(tables), digest_of(tables), first=first)
 
     def _changes(self, version: int, former: str, found: Configuration) -> Changes:
         """Against the models of this process; of one that has only just started, whose are the file's, against what was

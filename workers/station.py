@@ -47,6 +47,8 @@ RETRY_S = 0.5
 MAX_ERROR_CHARS = 500
 #: How long behind its time to drain a model may take to be freed, at most, before the process ends for it.
 FREE_S = 10.0
+#: Nobody looks for so long where a process has not got on.
+STOPPED_S = 2.0
 
 #: One model of this process is loaded at a time: two at once would need room for what each needs only while it loads.
 _LOADS = threading.Lock()
@@ -94,6 +96,8 @@ class Station:
         #: A load has failed, and the state server has not heard of it.
         self._untold = self._gives_up = False
         self._free_by_s: float | None = None
+        #: When `stalled` was asked last, and how long it was not while there is something to be freed.
+        self._asked_s, self._slack_s = time.monotonic(), 0.0
         self._leaving = threading.Event()
         self._news = threading.Event()
         self._registrar = Registrar(model, settings, node, facts=self.facts, on_wish=self._wished)
@@ -147,9 +151,15 @@ class Station:
         return not self._thread.is_alive() or (rank is not None and rank.broken())
 
     def stalled(self) -> bool:
-        """Whether the engine's thread hangs, or frees the model for too long: only the end of the process helps."""
-        rank, free_by_s = self._rank, self._free_by_s
-        return (rank is not None and rank.stalled()) or (free_by_s is not None and time.monotonic() > free_by_s)
+        """Whether the engine's thread hangs, or frees the model for too long: only the end of the process helps. To be
+        asked every second or so: nobody asking for long means that the whole process was stopped."""
+        rank, asked_s, self._asked_s = self._rank, self._asked_s, time.monotonic()
+        pause_s = self._asked_s - asked_s
+        if pause_s > STOPPED_S:
+            self._slack_s += pause_s
+        free_by_s = self._free_by_s
+        is_late = free_by_s is not None and self._asked_s > free_by_s + self._slack_s
+        return is_late or (rank is not None and rank.stalled())
 
     def hurry(self) -> None:
         """End a drain's grace now: what still runs is handed back."""
@@ -181,7 +191,10 @@ class Station:
         elif self._rank is not None or self._coming is not None:
             patience_s = min(FREE_S, self._settings.worker.stall_timeout_seconds)
             free_by_s = time.monotonic() + wish.drain_ms / 1000 + patience_s
-            self._free_by_s = free_by_s if self._free_by_s is None else min(self._free_by_s, free_by_s)
+            if self._free_by_s is None:
+                self._slack_s = 0.0
+                self._free_by_s = free_by_s
+            self._free_by_s = min(self._free_by_s, free_by_s)
             rank = self._rank
             if rank is not None and rank.state == DRAINING:
                 rank.drain_within(wish.drain_ms / 1000)
