@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-.PHONY: help run test llama cover test-clients fuzz test-redis7 test-cluster test-hosts cancels kills program-kills idle sweep programs faults-long lint chaos chaos-long recovery bench-program-full clean
+.PHONY: help run test llama cover test-clients fuzz test-redis7 test-cluster test-hosts cancels kills program-kills unloads idle sweep programs faults-long lint chaos chaos-long recovery bench-program-full docker-check docker-lock clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ cancels: $(STAMP) ## Leave 1,000 generations at random moments; nothing may be l
 kills: llama ## Kill workers 30 times with each engine under a steady load of streams; nobody can tell (SEED=N replays).
 	KILLS=30 $(if $(SEED),SEED=$(SEED)) $(BIN)/python -m pytest -q -s tests/faults/test_llama_kills.py \
 		tests/faults/test_preempted_kills.py
+
+unloads: $(STAMP) ## Unload and load a model 40 times in one process: each time it answers, and memory is back (about 3 minutes).
+	UNLOADS=40 $(BIN)/python -m pytest -q -s tests/faults/test_f22_unload.py -k memory
 
 idle: $(STAMP) ## Leave a system without work for a minute: silence, next to no CPU, and the next job at once.
 	IDLE=long $(BIN)/python -m pytest -q tests/faults/test_f13_idle.py
@@ -94,6 +97,17 @@ chaos-long: $(STAMP) ## The same for an hour.
 	$(BIN)/python -m tests.chaos.driver --seconds 3600 $(if $(SEED),--seed $(SEED))
 
 recovery: bench-recovery ## Kill each kind of process 50 times in the middle of streams, and time what readers notice.
+
+# Programs of other projects that only docker-check needs: in an environment of their own beside genpool's.
+DOCKER_TOOLS := build/docker-tools
+docker-check: $(STAMP) ## Parse, lint, install and start what docker/ describes, without an engine (root, Debian 12; OPTIONS=...).
+	$(BIN)/python -m venv $(DOCKER_TOOLS)
+	$(DOCKER_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[test,docker]"
+	$(DOCKER_TOOLS)/bin/python -m tests.images $(OPTIONS)
+
+docker-lock: $(STAMP) ## Pin the images' Python packages anew (docker/requirements).
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[docker]"
+	docker/lock.sh $(BIN)/uv --upgrade
 
 clean: ## Remove the environment and the tools' caches.
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage

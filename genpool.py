@@ -25,7 +25,7 @@ import click
 from pool.errors import GenpoolError
 from pool.settings import ModelSettings
 from pool.store.connection import connect
-from tasks import dead_letters, job_commands, launch, model_rows
+from tasks import dead_letters, job_commands, launch, model_commands, model_rows
 from tasks.api_keys import KeyRing, check_exposed
 from tasks.client import Client
 from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings, state_url
@@ -432,6 +432,8 @@ def pull(names: tuple[str, ...]) -> None:
         click.echo(f"{name}: {path}")
 
 
+for command in (model_commands.load, model_commands.unload, model_commands.reload_models):
+    models.add_command(command)
 cli.add_command(keys)
 cli.add_command(programs)
 

@@ -114,10 +114,12 @@ class Effective:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Settings together with the origin of every value that is not a default."""
+    """Settings together with the origin of every value that is not a default; `file_models`: the file's tables of
+    models, as they stand there."""
 
     settings: Settings
     origins: Mapping[FieldPath, str]
+    file_models: Mapping[str, Mapping[str, Any]]
 
     def effective(self) -> list[Effective]:
         """Every field in the order of the documentation; of `[programs.models.NAME]` what was given, as the rest is as
@@ -155,8 +157,8 @@ def load_configuration(path: Path | None = None, environ: Mapping[str, str] | No
         for name, fields in SHIPPED_MODELS.items()
         for field, value in fields.items()
     }
-    if file is not None:
-        values.update({field: (value, str(file)) for field, value in _leaves(_read_toml(file))})
+    tree = {} if file is None else _read_toml(file)
+    values.update({path: (value, str(file)) for path, value in _leaves(tree)})
     values.update(_from_environment(environ, _model_names(values)))
     found = {field: origin for field, (_, origin) in values.items() if origin != "default"}
     try:
@@ -167,7 +169,7 @@ def load_configuration(path: Path | None = None, environ: Mapping[str, str] | No
     _require_models(settings, found)
     _require_servers_for_celery(settings)
     _require_room(settings, found)
-    return Configuration(settings, {_todays(path): origin for path, origin in found.items()})
+    return Configuration(settings, {_todays(path): origin for path, origin in found.items()}, tree.get("models", {}))
 
 
 def _require_servers_for_celery(settings: Settings) -> None:

@@ -40,7 +40,7 @@ def worker_serves(settings: Settings) -> bool:
         return any(
             rank.host == socket.gethostname()
             for model in settings.models
-            for rank in RankRegistry(client, model).live()
+            for rank in RankRegistry(client, model).present()
         )
     finally:
         client.connection_pool.disconnect()

@@ -80,7 +80,7 @@ class ModelAdmin:
         take, None for the model's own setting. Those that wait have ended when this returns."""
         lifecycle = self._lifecycle(model)
         if drain_s is None:
-            drain_s = self._services.settings.models[model].drain_timeout_seconds
+            drain_s = self._services.catalogue.models[model].drain_timeout_seconds
         changed = lifecycle.unload(round(drain_s * 1000))
         self._services.sweeper.unloading(model).go_on()
         return self._standing(model, changed.code)

@@ -23,7 +23,8 @@ GATHER_S = 0.02
 
 
 class Maintenance:
-    """Sweeps each model at a steady pace until stopped. `chores` run with each sweep, and soon after `wake`."""
+    """Sweeps each model at a steady pace until stopped; `models` may grow meanwhile. `chores` run with each sweep, and
+    soon after `wake`."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class Maintenance:
         every_s: float = EVERY_S,
     ) -> None:
         self._sweeper = sweeper
-        self._models = tuple(models)
+        self._models = models
         self._chores = tuple(chores)
         self._every_s = every_s
         self._wake = threading.Event()
@@ -86,7 +87,7 @@ class Maintenance:
 
     def _sweep(self) -> None:
         try:
-            sights = self._sweeper.look(self._models)
+            sights = self._sweeper.look(tuple(self._models))
         except Exception as error:
             if self._ends_turn(error):
                 raise

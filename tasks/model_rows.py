@@ -9,7 +9,7 @@ its last heartbeat.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -95,17 +95,17 @@ class ModelRow:
             yield (self.id, row.rank, row.state, *map(str, counts), row.device or "-", _short(row.last_error))
 
 
-def model_rows(client: Client, settings: Settings) -> list[ModelRow]:
+def model_rows(client: Client, models: Mapping[str, ModelSettings]) -> list[ModelRow]:
     """A row a model of the catalogue, in its order; one round trip. Raises StateUnavailable."""
-    found = executors(client, list(settings.models))
-    return [model_row(model, settings.models[model], found[model]) for model in settings.models]
+    found = executors(client, list(models))
+    return [model_row(model, of_model, found[model]) for model, of_model in models.items()]
 
 
 def looked_at(settings: Settings) -> list[ModelRow]:
     """As `model_rows`, over a connection of its own."""
     client = connect(state_url(settings), max_connections=1)
     with closing(client):
-        return model_rows(client, settings)
+        return model_rows(client, settings.models)
 
 
 def model_row(model: str, settings: ModelSettings, executor: Executor) -> ModelRow:

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +56,8 @@ class Programs:
         self._client = client
         self._jobs = jobs
         self._terms = terms
-        self._settings = {model: settings.programs.of_model(model) for model in settings.models}
+        self._of_model = settings.programs.of_model
+        self._settings = {model: self._of_model(model) for model in settings.models}
         self._enabled = [name for name, model in settings.models.items() if model.enabled]
         self._name = secrets.token_hex(8)
         self._parts: dict[str, _Parts] = {}
@@ -76,6 +77,14 @@ class Programs:
         """The settings of a model, None where there is no such model or its Programs are off."""
         settings = self._settings.get(model)
         return settings if settings is not None and settings.enabled else None
+
+    def add(self, models: Iterable[str]) -> None:
+        """These are models now, too."""
+        added = {model: self._of_model(model) for model in models if model not in self._settings}
+        if added:
+            # Replaced, so that whoever looks through it sees one or the other.
+            self._settings = self._settings | added
+            self._event.set()
 
     def store(self, model: str) -> ProgramStore:
         """The model's Programs."""
@@ -140,8 +149,9 @@ class Programs:
             self._thread.join()
 
     def _run(self) -> None:
-        ticks_s = dict.fromkeys(self._settings, 0.0)
+        ticks_s: dict[str, float] = {}
         while not self._stopping:
+            ticks_s = dict.fromkeys(self._settings, 0.0) | ticks_s
             at_s = min([*ticks_s.values(), *self._again_s.values()], default=math.inf)
             self._event.wait(min(max(0.0, at_s - time.monotonic()), MOST_IDLE_S))
             self._event.clear()

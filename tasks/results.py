@@ -47,12 +47,11 @@ def store_result(app: Celery, record: JobRecord) -> None:
 
 
 def outbox_chore(app: Celery, services: Services, models: Sequence[str]) -> Callable[[], None]:
-    """A maintenance chore that empties the models' outboxes."""
-    outboxes = {model: Outbox(services.client, services.store, model) for model in models}
+    """A maintenance chore that empties the models' outboxes; `models` may grow."""
 
     def chore() -> None:
         for model in filled(services.client, models):
-            outbox = outboxes[model]
+            outbox = Outbox(services.client, services.store, model)
             for job in outbox.pending():
                 if isinstance(job, Erased):
                     app.backend.forget(job.task_id)

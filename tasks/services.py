@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pool.store.connection import COMMAND_TIMEOUT_S, Client, connect
 from pool.store.jobs import JobStore
 from pool.store.sweeping import Sweeper
+from tasks.catalogue import Catalogue
 from tasks.config import Settings, state_url
 from tasks.programs import Programs
 from tasks.submission import Cards, Submitter
@@ -14,9 +15,11 @@ from tasks.submission import Cards, Submitter
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The store's clients of one process; thread-safe. `programs`: None where `[programs]` is off."""
+    """The store's clients of one process; thread-safe. `settings`: as the process was started with; `catalogue`: the
+    models as they are now; `programs`: None where `[programs]` is off."""
 
     settings: Settings
+    catalogue: Catalogue
     client: Client
     store: JobStore
     cards: Cards
@@ -36,6 +39,7 @@ def open_services(settings: Settings, *, max_connections: int = 8, timeout_s: fl
     result_ttl_ms = settings.state.result_ttl_seconds * 1000
     store = JobStore(client, result_ttl_ms=result_ttl_ms, pending_per_model=settings.limits.pending_per_model)
     cards = Cards(client)
+    catalogue = Catalogue(settings, client)
     sweeper = Sweeper(
         client,
         store,
@@ -44,4 +48,7 @@ def open_services(settings: Settings, *, max_connections: int = 8, timeout_s: fl
         result_ttl_ms=result_ttl_ms,
     )
     programs = Programs(client, store, settings, terms=sweeper.terms) if settings.programs.enabled else None
-    return Services(settings, client, store, cards, Submitter(store, cards, settings), sweeper, programs)
+    if programs is not None:
+        catalogue.on_change = lambda: programs.add(catalogue.known)
+    submitter = Submitter(store, cards, settings, lambda: catalogue.models)
+    return Services(settings, catalogue, client, store, cards, submitter, sweeper, programs)

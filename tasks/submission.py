@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
 from pool.errors import ContextTooLong, InvalidRequest, UnknownModel
+from pool.settings import ModelSettings
 from pool.store.connection import Client
 from pool.store.ids import JobRef, new_ref
 from pool.store.jobs import JobStore
@@ -129,12 +130,18 @@ def _lacking(name: str, what: str) -> InvalidRequest:
 
 
 class Submitter:
-    """Turns requests into stored jobs."""
+    """Turns requests into stored jobs. `catalogue`: the models as they are now, None for those of the settings."""
 
-    def __init__(self, store: JobStore, cards: Cards, settings: Settings) -> None:
+    def __init__(
+        self,
+        store: JobStore,
+        cards: Cards,
+        settings: Settings,
+        catalogue: Callable[[], Mapping[str, ModelSettings]] | None = None,
+    ) -> None:
         self.store = store
         self.cards = cards
-        self._models = settings.models
+        self._catalogue = catalogue or (lambda: settings.models)
         self._all_results = settings.state.celery_results == "all"
         self._timeouts = {
             "queue_timeout_ms": round(settings.limits.queue_timeout_seconds * 1000),
@@ -144,7 +151,7 @@ class Submitter:
 
     def models(self) -> list[str]:
         """Public names of the enabled models."""
-        return [name for name, model in self._models.items() if model.enabled]
+        return [name for name, model in self._catalogue().items() if model.enabled]
 
     def prepare(self, request: GenerationRequest, *, door: str, **record: Any) -> NewJob:
         """Everything but the storing: raises UnknownModel, InvalidRequest or ContextTooLong.

@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
 LONG_FIRST = {"faults": 0, "chaos": 0, "integration": 0, "engine": 1, "webapp": 1}
 
 #: Keys that live as long as a model does; all others must carry a TTL or be gone when a test ends.
-LASTING = (":queue", ":model", ":card", ":sweep", ":tally", ":totals")
+LASTING = (":queue", ":model", ":catalogue", ":card", ":sweep", ":tally", ":totals")
 
 
 def pytest_configure() -> None:

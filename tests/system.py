@@ -137,7 +137,8 @@ class System:
     `sections` add to or replace SECTIONS, `models` entries of `[models.NAME]`, other names included. `binary` is the
     state server's program (None: as genpool finds it), `appendfsync` and `server_args` its options, `gunicorn` those of
     the nodes. `delay_ms` is the time of a scripted step, `context_tokens` what a scripted session holds, in blocks of
-    `block_tokens`, `key` what the system's own client sends. `url`: a state server of the caller's.
+    `block_tokens`, `key` what the system's own client sends. `url`: a state server of the caller's; `api_ports`: where
+    the first nodes listen. A model's inner tables are given by dotted names (`upstream.base_urls`).
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class System:
         block_tokens: int = BLOCK_TOKENS,
         key: str = "",
         url: str = "",
+        api_ports: Sequence[int] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -165,9 +167,12 @@ class System:
         self.url = url or f"redis://127.0.0.1:{self.port}/0"
         self.scripted_log = folder / "scripted.log"
         self.scripted_log.touch()
+        #: While it is there, a load of the scripted model waits, or fails with what it says.
+        self.scripted_load = folder / "scripted.load"
         self._serves = serves
         self._delay_ms = delay_ms
         self._scripted_env = {"SCRIPTED_CONTEXT": str(context_tokens), "SCRIPTED_BLOCK": str(block_tokens)}
+        self._given_ports = list(api_ports)
         self._api_ports: dict[str, int] = {}
         given = sections or {}
         self._sections = {name: {**SECTIONS.get(name, {}), **given.get(name, {})} for name in (*SECTIONS, *given)}
@@ -210,7 +215,7 @@ class System:
 
     def api_part(self, number: int, url: str = "", *arguments: str) -> Part:
         """An API node `api-N`, gunicorn with these further arguments; `api_url` tells where it listens."""
-        name, port = f"api-{number}", free_port()
+        name, port = f"api-{number}", self._given_ports.pop(0) if self._given_ports else free_port()
         env = self._environment(self.config(url or self.url, name, port=port))
         env["TMPDIR"] = str(self.folder)
         self._api_ports[name] = port
@@ -222,7 +227,7 @@ class System:
         name = f"worker-{number}"
         env = self._environment(self.config(url or self.url, name))
         env |= {"SCRIPTED_LOG": str(self.scripted_log), "SCRIPTED_DELAY_MS": str(self._delay_ms)}
-        env |= self._scripted_env
+        env |= self._scripted_env | {"SCRIPTED_LOAD": str(self.scripted_load)}
         argv = [sys.executable, "-m", "tests.scripted.worker", "-Q", self._serves, "-l", "INFO", "-n", f"{name}@%h"]
         argv += ["--without-mingle", "--without-gossip", *arguments]
         return Part(name, argv, env, self.folder)

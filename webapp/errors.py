@@ -18,6 +18,7 @@ from flask import Flask, Response, jsonify
 from werkzeug.exceptions import HTTPException
 
 from pool.errors import (
+    ConfigurationError,
     GenerationFailed,
     GenpoolError,
     InvalidRequest,
@@ -115,6 +116,7 @@ _STATUS: tuple[tuple[type[GenpoolError], int], ...] = (
     (UnsupportedMediaType, 415),
     (InvalidRequest, 400),
     (UnknownModel, 404),
+    (ConfigurationError, 400),
     (ModelClosed, 409),
     (Superseded, 409),
     (ModelLoadFailed, 500),
@@ -135,13 +137,21 @@ _STATUS: tuple[tuple[type[GenpoolError], int], ...] = (
 #: HTTP status of a generation that was accepted and did not complete, by the code in its record; else 500.
 _FAILURE_STATUS = {
     "cancelled": 409,
+    "content_filter": 400,
     "context_length_exceeded": 400,
     "deadline_exceeded": 504,
     "invalid_request": 400,
     "kv_budget_exceeded": 400,
+    "logprobs_unavailable": 400,
     "model_unloading": 409,
     "queue_timeout": 429,
     "run_timeout": 504,
+    "unsupported_parameter": 400,
+    "upstream_error": 502,
+    "upstream_invalid_answer": 502,
+    "upstream_lost": 502,
+    "upstream_rejected": 400,
+    "upstream_stalled": 504,
 }
 
 #: After how many seconds what was missing may be there: a worker that starts, a place in the queue.

@@ -163,8 +163,8 @@ def make_node(settings: Settings) -> Node:
         services=services,
         waits=Waits(services.store, services.client, grace_ms=round(settings.server.orphan_grace_seconds * 1000)),
         places=WaitingPlaces(settings.server.threads),
-        # Disabled models too: what they hold must end.
-        maintenance=Maintenance(services.sweeper, list(settings.models)),
+        # Models that are disabled or were removed, too: what they hold must end.
+        maintenance=Maintenance(services.sweeper, services.catalogue.known, chores=[services.catalogue.follow]),
     )
 
 

@@ -91,6 +91,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "admin_model_rows.rows": Operation(answers.ModelRows, query=admin.ModelRowsQuery),
     "admin_models.load": Operation(answers.ModelStanding, admin.LoadRequest),
     "admin_models.unload": Operation(answers.ModelStanding, admin.UnloadRequest),
+    "admin_models.reload": Operation(answers.Reloaded),
     "health.healthz": Operation(answers.Health),
     "health.readyz": Operation(answers.Health),
     "docs.page": Operation("text/html"),

@@ -28,13 +28,15 @@ from webapp.program_metrics import program_families
 
 #: Codes of failed jobs that are shown; another one is `other`.
 CODES = (
-    "context_length_exceeded", "deadline_exceeded", "engine_error", "generation_failed", "input_lost",
-    "invalid_request", "kv_budget_exceeded", "model_unloading", "poison", "queue_timeout", "run_timeout",
+    "content_filter", "context_length_exceeded", "deadline_exceeded", "engine_error", "generation_failed", "input_lost",
+    "invalid_request", "kv_budget_exceeded", "logprobs_unavailable", "model_unloading", "poison", "queue_timeout",
+    "run_timeout", "unsupported_parameter", "upstream_error", "upstream_invalid_answer", "upstream_lost",
+    "upstream_rejected", "upstream_stalled",
 )  # fmt: skip
 
 
 class StateCollector(Collector):
-    """Families of all models of the catalogue, disabled ones included: what they hold must end too."""
+    """Families of all models there are or were, disabled ones included: what they hold must end too."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -42,9 +44,9 @@ class StateCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """All families; without a state server only that it is away."""
         up = GaugeMetricFamily("genpool_state_up", "Whether the state server answered this scrape.")
-        client, models = self._node.services.client, self._node.settings.models
+        client, models = self._node.services.client, list(self._node.services.catalogue.known)
         try:
-            executing = executors(client, list(models))
+            executing = executors(client, models)
             memory = memories(client)
             programs = self._programs()
         except StateUnavailable:
@@ -57,7 +59,10 @@ class StateCollector(Collector):
             *_memory(memory),
             *_held(found),
             *_ranks(ranks),
-            *_replicas(model_row(model, models[model], executor) for model, executor in executing.items()),
+            *_replicas(
+                model_row(model, self._node.services.catalogue.last(model), executor)
+                for model, executor in executing.items()
+            ),
             *_passed(found),
             *_times(found),
         )
@@ -68,7 +73,7 @@ class StateCollector(Collector):
         settings, client = self._node.settings, self._node.services.client
         if not settings.programs.enabled:
             return {}
-        of_models = {model: settings.programs.of_model(model) for model in settings.models}
+        of_models = {model: settings.programs.of_model(model) for model in self._node.services.catalogue.known}
         return {model: (program_survey(client, model, own), own) for model, own in of_models.items()}
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from celery.worker import state as celery_state
 
 from pool.errors import GenpoolError, JobNotCancellable, JobUnknown
+from pool.settings import ModelSettings
 from pool.store.handouts import Ending, Handout
 from pool.store.ids import JobRef, new_ref, parse_ref
 from tasks.config import Settings
@@ -47,9 +49,10 @@ class Host:
         self._leaving: dict[RankKey, tuple[Station, threading.Thread]] = {}
         self._gate = TrialGate()
         self._visible = Visible(worker)
-        # Disabled ones too: what they hold must end.
-        models = list(services.settings.models)
+        # Those that are disabled or were removed, too: what they hold must end.
+        models = services.catalogue.known
         chores = [
+            services.catalogue.follow,
             outbox_chore(worker.app, services, models),
             given_up_chore(self._visible, services.client, models),
         ]
@@ -162,7 +165,7 @@ class Host:
 
     def _follow(self) -> None:
         while not self._stopping.is_set():
-            self._follow_queues(self.wanted(self._worker.app, self._settings))
+            self._follow_queues(self.wanted(self._worker.app, self._services.catalogue.models))
             self._end_if_stalled()
             if any(rank.broken() for rank in self._ranks.values()):
                 log.critical("a thread of the batching loop died; ending this worker so that its jobs go elsewhere")
@@ -171,7 +174,7 @@ class Host:
             self._stopping.wait(FOLLOW_S)
 
     def _follow_queues(self, models: list[str]) -> None:
-        wanted = [(model, part) for model in models for part in range(parts_of(self._settings.models[model]))]
+        wanted = [(model, part) for model in models for part in range(parts_of(self._services.catalogue.last(model)))]
         for key in [key for key, (_, drain) in self._leaving.items() if not drain.is_alive()]:
             del self._leaving[key]
         for key in [key for key in self._ranks if key not in wanted]:
@@ -205,13 +208,9 @@ class Host:
         celery_state.should_terminate = os.EX_SOFTWARE
 
     @staticmethod
-    def wanted(app: Any, settings: Settings) -> list[str]:
-        """The enabled models among the queues that the worker consumes now."""
-        return [
-            name
-            for name in list(app.amqp.queues.consume_from)
-            if name in settings.models and settings.models[name].enabled
-        ]
+    def wanted(app: Any, models: Mapping[str, ModelSettings]) -> list[str]:
+        """The enabled ones of these models among the queues that the worker consumes now."""
+        return [name for name in list(app.amqp.queues.consume_from) if name in models and models[name].enabled]
 
     def _begin(self, model: str, part: int) -> None:
         station = Station(
@@ -220,7 +219,7 @@ class Host:
             self._worker.hostname,
             self._limit,
             part=part,
-            of_model=lambda: self._settings.models[model],
+            catalogue=self._services.catalogue,
             gate=self._gate,
             on_begun=self._begun,
             on_left=self._left,

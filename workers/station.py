@@ -25,11 +25,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from pool.errors import GenpoolError
+import redis
+
+from pool.errors import GenpoolError, StateUnavailable
 from pool.rules.model_states import DRAINING, FAILED, LOADING, STOPPED, UNLOADED, WAITING
 from pool.rules.programs.facts import PauseReason
-from pool.settings import ModelSettings
 from pool.store.ranks import Wish
+from tasks.catalogue import Catalogue
 from tasks.config import Settings
 from tasks.launch import DEVICES_VARIABLE
 from tasks.programs import Programs
@@ -45,13 +47,15 @@ RETRY_S = 0.5
 MAX_ERROR_CHARS = 500
 #: How long behind its time to drain a model may take to be freed, at most, before the process ends for it.
 FREE_S = 10.0
+#: Nobody looks for so long where a process has not got on.
+STOPPED_S = 2.0
 
 #: One model of this process is loaded at a time: two at once would need room for what each needs only while it loads.
 _LOADS = threading.Lock()
 
 
 class Station:
-    """`part`: which of the model's ranks in this process; `of_model`: its settings as they are now; `limit`:
+    """`part`: which of the model's ranks in this process; `catalogue`: where the model's settings are; `limit`:
     generations in flight at most, beside those settings; `on_failed`: the process shall end, because it cannot do what
     it was started for."""
 
@@ -63,7 +67,7 @@ class Station:
         limit: int | None,
         *,
         part: int = 0,
-        of_model: Callable[[], ModelSettings],
+        catalogue: Catalogue,
         gate: TrialGate,
         on_begun: OnBegun,
         on_left: OnLeft,
@@ -73,7 +77,7 @@ class Station:
         self.model = model
         self.error = ""
         self._settings = settings
-        self._of_model = of_model
+        self._catalogue = catalogue
         self._limit = limit
         self.part = part
         self._resized = 0
@@ -89,7 +93,11 @@ class Station:
         self._coming: Rank | None = None
         self._tried: int | None = None
         self._has_tried = False
+        #: A load has failed, and the state server has not heard of it.
+        self._untold = self._gives_up = False
         self._free_by_s: float | None = None
+        #: When `stalled` was asked last, and how long it was not while there is something to be freed.
+        self._asked_s, self._slack_s = time.monotonic(), 0.0
         self._leaving = threading.Event()
         self._news = threading.Event()
         self._registrar = Registrar(model, settings, node, facts=self.facts, on_wish=self._wished)
@@ -114,12 +122,14 @@ class Station:
 
     def facts(self) -> dict[str, Any]:
         """State and telemetry, JSON-safe."""
-        rank, of_model = self._rank, self._of_model()
+        rank, of_model = self._rank, self._catalogue.last(self.model)
         return {
             "model": self.model,
             "rank": self._registrar.id,
             "state": self.state,
             "last_error": self.error,
+            "catalogue_version": self._catalogue.version,
+            "catalogue_error": self._catalogue.error,
             "configured_target_inflight": of_model.target_inflight,
             "replica_max": of_model.replica_max,
             "device": os.environ.get(DEVICES_VARIABLE, ""),
@@ -141,9 +151,15 @@ class Station:
         return not self._thread.is_alive() or (rank is not None and rank.broken())
 
     def stalled(self) -> bool:
-        """Whether the engine's thread hangs, or frees the model for too long: only the end of the process helps."""
-        rank, free_by_s = self._rank, self._free_by_s
-        return (rank is not None and rank.stalled()) or (free_by_s is not None and time.monotonic() > free_by_s)
+        """Whether the engine's thread hangs, or frees the model for too long: only the end of the process helps. To be
+        asked every second or so: nobody asking for long means that the whole process was stopped."""
+        rank, asked_s, self._asked_s = self._rank, self._asked_s, time.monotonic()
+        pause_s = self._asked_s - asked_s
+        if pause_s > STOPPED_S:
+            self._slack_s += pause_s
+        free_by_s = self._free_by_s
+        is_late = free_by_s is not None and self._asked_s > free_by_s + self._slack_s
+        return is_late or (rank is not None and rank.stalled())
 
     def hurry(self) -> None:
         """End a drain's grace now: what still runs is handed back."""
@@ -175,7 +191,10 @@ class Station:
         elif self._rank is not None or self._coming is not None:
             patience_s = min(FREE_S, self._settings.worker.stall_timeout_seconds)
             free_by_s = time.monotonic() + wish.drain_ms / 1000 + patience_s
-            self._free_by_s = free_by_s if self._free_by_s is None else min(self._free_by_s, free_by_s)
+            if self._free_by_s is None:
+                self._slack_s = 0.0
+                self._free_by_s = free_by_s
+            self._free_by_s = min(self._free_by_s, free_by_s)
             rank = self._rank
             if rank is not None and rank.state == DRAINING:
                 rank.drain_within(wish.drain_ms / 1000)
@@ -208,6 +227,9 @@ class Station:
     def _turn(self) -> bool:
         """Do what is wanted; whether there may be more to do."""
         wish = self._registrar.wish
+        if self._untold and self._tried is not None:
+            self._tell_failure(self._tried)
+            wish = self._registrar.wish
         if self._rank is not None and not wish.loaded:
             self._unload(self._rank, wish)
             return True
@@ -241,7 +263,7 @@ class Station:
         except NotWanted:
             _free_memory()
             return True
-        except STATE_ERRORS:
+        except (redis.exceptions.RedisError, StateUnavailable):
             # It says nothing of the model.
             _free_memory()
             self._has_tried = not is_first
@@ -249,13 +271,13 @@ class Station:
         except Exception as error:  # noqa: BLE001 - whatever a load raises is told by name
             _free_memory()
             self._failed(error, wish, is_first=is_first)
-            return False
+            return True
         self._registrar.beat()
         self._registrar.lifecycle.loaded()
         return True
 
     def _start(self) -> None:
-        of_model = self._of_model()
+        of_model = self._catalogue.last(self.model)
         target = of_model.target_inflight if self._limit is None else min(of_model.target_inflight, self._limit)
         rank = self._coming = Rank(
             self.model,
@@ -281,9 +303,15 @@ class Station:
         told = error.message if isinstance(error, GenpoolError) else f"{type(error).__name__}: {error}"
         told = told[:MAX_ERROR_CHARS]
         log.error("%s: cannot be loaded: %s", self.model, told)
-        self._become(FAILED, told)
-        self._registrar.lifecycle.load_failed(wish.change, self._registrar.id, told)
-        if is_first and not wish.is_asked:
+        self._state, self.error, self._untold = FAILED, told, True
+        self._gives_up = is_first and not wish.is_asked
+
+    def _tell_failure(self, change: int) -> None:
+        """Both as a rank and for the model; again, where the state server was away."""
+        self._become(FAILED, self.error)
+        self._registrar.lifecycle.load_failed(change, self._registrar.id, self.error)
+        self._untold = False
+        if self._gives_up:
             self._on_failed(self.model)
 
     def _unload(self, rank: Rank, wish: Wish) -> None:

@@ -50,7 +50,7 @@ class EngineStep(bootsteps.StartStopStep):
             )
         if getattr(worker, "autoscale", None):
             raise _refusal("--autoscale is not supported; use -c N, or `celery -A tasks control pool_grow`.")
-        if not Host.wanted(worker.app, self._settings):
+        if not Host.wanted(worker.app, self._settings.models):
             known = ", ".join(self._services.submitter.models()) or "none"
             raise _refusal(
                 f"No enabled model among the queues ({queues}). "
@@ -60,7 +60,9 @@ class EngineStep(bootsteps.StartStopStep):
     def _pin(self, worker: Any) -> None:
         """Show this process the devices of its models alone, unless whoever started it has chosen. Nothing that looks
         for devices is loaded yet."""
-        devices = {self._settings.models[name].device_of(0) for name in Host.wanted(worker.app, self._settings)} - {""}
+        devices = {
+            self._settings.models[name].device_of(0) for name in Host.wanted(worker.app, self._settings.models)
+        } - {""}
         if not devices or DEVICES_VARIABLE in os.environ:
             return
         if len(devices) > 1:
@@ -74,7 +76,7 @@ class EngineStep(bootsteps.StartStopStep):
         """Build the host; `-c` bounds the generations in flight of each model, its absence leaves the model's own
         limit."""
         limit = None if worker.concurrency == UNLIMITED_CONCURRENCY else worker.concurrency
-        models = [self._settings.models[name] for name in Host.wanted(worker.app, self._settings)]
+        models = [self._settings.models[name] for name in Host.wanted(worker.app, self._settings.models)]
         targets = [model.target_inflight if limit is None else min(limit, model.target_inflight) for model in models]
         worker.concurrency = worker.pool.limit = max(targets)
         host = Host(worker, self._services, limit=limit)

@@ -6,7 +6,6 @@ its own: the blocking read must not hold up the writes.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ import redis
 from pool.errors import GenerationFailed
 from pool.store import rebuilding
 from pool.store.connection import Client
-from pool.store.entries import drop, hops_of, token_of
+from pool.store.entries import drop, sorted_out
 from pool.store.handouts import Entry, Handout, Lease, Taken, Write, Written, handout_of, written_of
 from pool.store.hints import MOST_BYTES
 from pool.store.inputs import fetch
@@ -122,10 +121,9 @@ class Delivery:
 
     def _entries(self, items: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Entry]:
         """The entries that were read; what names no job is dropped."""
-        named = [(entry, token_of(fields), hops_of(fields)) for entry, fields in items]
-        drop(self.reader, self.keys, [entry for entry, token, _ in named if token is None])
-        mine = ((entry, token, hops) for entry, token, hops in named if token is not None)
-        return [Entry(entry.decode(), token, secrets.token_hex(8), hops=hops) for entry, token, hops in mine]
+        entries, nameless = sorted_out(items)
+        drop(self.reader, self.keys, nameless)
+        return entries
 
     def begin(self, entries: Sequence[Entry], *, alone: int = AMONG_OTHERS) -> Iterator[Handout | Entry]:
         """Begin the jobs of these entries, one after the other as they are asked for.

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 
 from pool.store.connection import Client
+from pool.store.handouts import Entry
 from pool.store.keys import GROUP, ModelKeys
 
 log = logging.getLogger("genpool.entries")
@@ -25,6 +27,17 @@ def hops_of(fields: Mapping[bytes, bytes]) -> int:
     """How often ranks have passed the job on, unbegun (pool/store/sharing.py)."""
     hops = fields.get(b"hops", b"0")
     return int(hops) if len(hops) < 4 and hops.isdigit() else 0
+
+
+def sorted_out(items: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> tuple[list[Entry], list[bytes]]:
+    """What was read, each entry with a fence of its own; and the ids of those that name no job."""
+    named = [(entry, token_of(fields), hops_of(fields)) for entry, fields in items]
+    entries = [
+        Entry(entry.decode(), token, secrets.token_hex(8), hops=hops)
+        for entry, token, hops in named
+        if token is not None
+    ]
+    return entries, [entry for entry, token, _ in named if token is None]
 
 
 def drop(client: Client, keys: ModelKeys, entries: Sequence[bytes]) -> None:

@@ -18,6 +18,8 @@ GROUP = "workers"
 END_ONLY = "."
 #: Never exists: a write to it that changes nothing tells whether the server takes writes.
 PROBE = f"{PREFIX}probe"
+#: HASH version, digest, tables, at_ms: the catalogue of models that an admin had read last (tasks/catalogue.py).
+CATALOGUE = f"{PREFIX}catalogue"
 
 
 def node_channel(node: str) -> str:

@@ -10,7 +10,7 @@ last `|` in it (a conversation is written in one line, its messages parted by `|
     quit AFTER          emit AFTER filler bytes, then end the thread that steps
 
 Each step takes `delay_ms`. The log gets a line for each beginning, each token and each release, over all processes that
-share it: `start SESSION ATTEMPT PID`, `tok SESSION N PID` and `free SESSION ATTEMPT PID`.
+share it: `start SESSION ATTEMPT PID TIME`, `tok SESSION N PID` and `free SESSION ATTEMPT PID TIME`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,21 @@ class ScriptedEngine(BlockEngine):
     """A tasks.ports.Engine whose next token depends on the prompt's script and the number of tokens so far."""
 
     def __init__(
-        self, *, delay_ms: float, log_path: Path, context_length: int = CONTEXT, block_tokens: int = BLOCK_TOKENS
+        self,
+        *,
+        delay_ms: float,
+        log_path: Path,
+        context_length: int = CONTEXT,
+        block_tokens: int = BLOCK_TOKENS,
+        max_sessions: int = 4096,
     ) -> None:
-        blocks = FULL_SESSIONS * -(-context_length // block_tokens)
-        super().__init__(blocks=blocks, block_tokens=block_tokens, context_length=context_length, snapshot=False)
+        super().__init__(
+            blocks=FULL_SESSIONS * -(-context_length // block_tokens),
+            block_tokens=block_tokens,
+            context_length=context_length,
+            snapshot=False,
+            max_sessions=max_sessions,
+        )
         self.vocabulary = scripted_vocabulary()
         tokens = reversed(range(self.vocabulary.size))
         self._token_of = {self.vocabulary.token_bytes(token): token for token in tokens}
@@ -68,7 +79,7 @@ class ScriptedEngine(BlockEngine):
         found = super().begin(session, epoch, prompt, positions, scope)
         if found is not None:
             self._begun.add((session, epoch))
-            self._log.write(f"start {session} {epoch} {os.getpid()}\n")
+            self._log.write(f"start {session} {epoch} {os.getpid()} {time.time():.4f}\n")
         return found
 
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
@@ -120,7 +131,7 @@ class ScriptedEngine(BlockEngine):
         super().release(session, epoch, tokens=tokens, holder=holder)
         if (session, epoch) in self._begun:
             self._begun.remove((session, epoch))
-            self._log.write(f"free {session} {epoch} {os.getpid()}\n")
+            self._log.write(f"free {session} {epoch} {os.getpid()} {time.time():.4f}\n")
 
     def close(self) -> None:
         """End the log."""

@@ -6,13 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from pool.errors import ModelClosed
 from pool.store.connection import Client
 from pool.store.handouts import Handout, Write
 from pool.store.ids import JobRef
 from pool.store.jobs import JobStore
+from pool.store.lifecycle import Lifecycle
 from pool.store.programs import Operation
+from pool.store.standing import lost_why
 from pool.store.totals import surveys
-from tests.builders import entry, new_job, sweeper, swept_steadily
+from pool.store.unloading import Unloading
+from tests.builders import RESULT_TTL_MS, entry, new_job, sweeper, swept_steadily
 from tests.program_scene import TENANT, Scene, pid
 
 
@@ -224,3 +228,33 @@ def test_a_lost_stream_of_a_rank_is_made_again(scene: Scene, store: JobStore) ->
     assert scene.end(handout).code == "ok"
     scene.sound()
     store.cancel(plain.ref)
+
+
+def test_an_unload_pauses_programs_and_ends_what_waits(scene: Scene) -> None:
+    """Requests in the pool, and those that were sent and have not begun, end by name; what runs ends as it would have;
+    whoever has a place loses it for that reason, and the same generation goes on at the rank's next process."""
+    handout = running(scene)
+    sent, waiting = scene.arrive("lead"), scene.arrive("new")
+    lifecycle = Lifecycle(scene.client, "tiny")
+    lifecycle.unload(60_000)
+    unloading = Unloading(lifecycle, scene.jobs, result_ttl_ms=RESULT_TTL_MS)
+    with pytest.raises(ModelClosed):
+        scene.arrive("other")
+    unloading.go_on()
+    for ref in (sent, waiting):
+        assert scene.jobs.read(ref).error_code == "model_unloading"
+    swept_steadily(scene.client)
+    assert scene.upkeep.lose("a", "first", leaves=True, why="model_unloading")
+    scene.upkeep.drain("a")
+    assert scene.end(handout, ttl_ms=60_000).code == "ok"
+    assert last_event(scene) == ("pause", "model_unloading")
+    assert (scene.field("lead", "state"), scene.field("lead", "gen")) == ("paused", "0")
+    assert unloading.go_on().code == "ok" and lost_why(scene.client, scene.keys, "a") == "model_unloading"
+    lifecycle.load()
+    scene.join("a", "second")
+    scene.arrive("lead")
+    scene.plan()
+    (again,) = scene.take()
+    assert scene.end(again).code == "ok" and scene.field("lead", "gen") == "0"
+    assert scene.upkeep.join("a", "third")
+    assert lost_why(scene.client, scene.keys, "a") == "health_failover"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from kombu.utils.url import parse_url
@@ -39,6 +40,12 @@ def test_a_user_stays(file: Path) -> None:
     """An account's name in the URL is kept."""
     found = redis_parse_url(with_password("redis://worker@host", str(file)))
     assert (found["username"], found["password"]) == ("worker", SECRET)
+
+
+def test_a_cluster_has_one_password(file: Path) -> None:
+    """The nodes of a cluster share it."""
+    url = with_password("redis+cluster://one:7000,two:7000/?health_check_interval=5", str(file))
+    assert url == f"redis+cluster://:{quote(SECRET, safe='')}@one:7000,two:7000/?health_check_interval=5"
 
 
 @pytest.mark.parametrize("url", ["redis://:other@host", "unix:///run/valkey.sock", "redis:///0"])

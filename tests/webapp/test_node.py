@@ -91,7 +91,11 @@ def test_models_are_those_that_are_enabled(http: FlaskClient) -> None:
 
 def test_ready_names_what_is_missing(http: FlaskClient, worker: PlayingWorker) -> None:
     """No worker, a wrong memory policy: each is named; alive it is all the same."""
-    assert http.get("/readyz").get_json() == {"status": "ready", "models": {MODEL: "loaded"}}
+    assert http.get("/readyz").get_json() == {
+        "status": "ready",
+        "models": {MODEL: "loaded"},
+        "catalogue": {"version": 0, "error": None},
+    }
     worker.client.config_set("maxmemory-policy", "allkeys-lru")
     try:
         worker.registry.retire(worker.rank, "life-1")

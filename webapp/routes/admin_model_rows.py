@@ -15,5 +15,5 @@ blueprint = Blueprint("admin_model_rows", __name__)
 def rows() -> Response:
     """How each model of the catalogue stands. The counts of its replicas are added up; `ranks=1` lists those, too."""
     node, query = current_node(), model_rows_query(request.args)
-    found = model_rows(node.services.client, node.settings)
+    found = model_rows(node.services.client, node.services.catalogue.models)
     return jsonify({"object": "list", "data": [row.data(ranks=query.ranks) for row in found]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from http import HTTPStatus
 
 from flask import Blueprint, Response, jsonify, request
@@ -30,6 +31,14 @@ def unload(name: str) -> Response:
     asked = unload_request(_body())
     admin = ModelAdmin(current_node().services)
     return _answer(admin, admin.unload(name, asked.drain_timeout_s), wait=asked.wait)
+
+
+@blueprint.post("/v1/admin/settings/reload")
+def reload() -> Response:
+    """Read the models of the configuration file again, here and in every API and worker process. The answer names what
+    has changed; a model that is loaded keeps what it was loaded with until it is loaded again."""
+    load_request(_body())
+    return jsonify({"object": "settings.reload", **asdict(current_node().services.catalogue.reload())})
 
 
 def _body() -> dict[str, object]:

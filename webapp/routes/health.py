@@ -29,7 +29,9 @@ def readyz() -> Response:
     missing = _missing(node, models)
     if missing:
         raise NotReady(missing, models)
-    return jsonify({"status": "ready", "models": models})
+    catalogue = node.services.catalogue
+    standing = {"version": catalogue.version, "error": catalogue.error or None}
+    return jsonify({"status": "ready", "models": models, "catalogue": standing})
 
 
 def _missing(node: Node, models: dict[str, str]) -> list[str]:

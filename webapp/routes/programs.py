@@ -66,8 +66,8 @@ def _models(node: Node, named: str | None) -> list[str]:
     """The models to look at. Raises UnknownModel, and ProgramUnknown where Programs are off."""
     node.programs()
     if named is None:
-        return list(node.settings.models)
-    if named not in node.settings.models:
+        return list(node.services.catalogue.known)
+    if named not in node.services.catalogue.known:
         raise UnknownModel("No model of this name is served here.", param="model")
     return [named]
 

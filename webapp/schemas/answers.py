@@ -158,6 +158,20 @@ class ModelStanding(Answer):
     last_error: str | None
 
 
+class Reloaded(Answer):
+    """What reading the models again has changed. `changed_fields`: of those that were updated; `needs_restart`: other
+    settings of the file, which count from the next start."""
+
+    object: Literal["settings.reload"]
+    version: int
+    added: list[str]
+    removed: list[str]
+    updated: list[str]
+    unchanged: list[str]
+    changed_fields: dict[str, list[str]]
+    needs_restart: list[str]
+
+
 class Deleted(Answer):
     """The response is gone."""
 
@@ -349,6 +363,13 @@ class Diagnostics(Answer):
     models: list[ModelDiagnostics]
 
 
+class CatalogueStanding(Answer):
+    """The version of the models that this process goes by, and why it has not taken over a later one."""
+
+    version: int
+    error: Literal["catalogue_invalid", "catalogue_differs"] | None
+
+
 class RankRow(Answer):
     """A replica as of its last heartbeat; counts are of generations, each choice of a job one."""
 
@@ -400,3 +421,4 @@ class Health(Answer):
 
     status: Literal["ok", "ready"]
     models: dict[str, str] | None = None
+    catalogue: CatalogueStanding | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import ssl
@@ -16,6 +17,9 @@ from typing import Any
 import httpx2
 
 from pool.errors import ConfigurationError
+
+# It tells of every request.
+logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 CONNECT_S = 5.0
 WRITE_S = 30.0
@@ -62,8 +66,11 @@ class Endpoint:
         """A client for short questions, from any thread."""
         return httpx2.Client(timeout=PROBE_S, verify=self._ssl(), trust_env=self.trust_env, headers=self.headers)
 
-    def _ssl(self) -> ssl.SSLContext:
-        """One for all: making one reads all the certificates."""
+    def _ssl(self) -> ssl.SSLContext | bool:
+        """One for all: making one reads all the certificates, which takes longer than many a request. Without TLS there
+        is nothing to verify, as no redirect is followed."""
+        if not self.base.startswith("https:"):
+            return False
         with self._lock:
             if self._context is None:
                 self._context = httpx2.create_ssl_context(trust_env=self.trust_env)

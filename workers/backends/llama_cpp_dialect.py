@@ -1,8 +1,8 @@
 """llama.cpp's server, asked by `/completion`: prompt and output are token ids.
 
-A stream of it leaves out the ids of tokens that end within a character (it tells how many tokens it has made, so that
-shows), and log-probabilities of these with them. Whoever needs them all asks for a few tokens at a time, `whole`: the
-server keeps the KV in between.
+A stream of it leaves out the ids of tokens that end within a character; it tells how many tokens it has made, so that
+shows. Whoever needs them all asks for a few tokens at a time, `whole`: the server keeps the KV in between. Of
+log-probabilities it never has those of such tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from tasks.payloads import Sampling
 from tasks.ports import Generation
 from workers.backends.dialect import Ask, News, upstream_seed
-from workers.backends.failures import invalid_answer
+from workers.backends.failures import Rejected, invalid_answer
 from workers.backends.reading import count_of, document_of, ids_of, is_id, logprobs_of, object_of, objects_of
 
 #: Tokens of a `whole` answer.
@@ -42,7 +42,7 @@ class LlamaCppDialect:
             "cache_prompt": True,
             "seed": upstream_seed(generation.seed, choice, len(known)),
             "n_probs": max(sampling.top_logprobs, 1) if sampling.logprobs else 0,
-            **_options(sampling),
+            **_options(sampling, len(generation.prompt) + generation.max_tokens),
         }
         return Ask("/completion", body, whole)
 
@@ -60,8 +60,11 @@ class LlamaCppDialect:
         news.logprobs = tuple(
             logprobs_of(each.get("logprob"), _top(each), len(each.get("top_logprobs") or ())) for each in probabilities
         )
-        if news.logprobs and len(news.logprobs) != len(news.token_ids):
-            raise invalid_answer("not every token has its log-probability")
+        if probabilities and [each.get("id") for each in probabilities] != list(news.token_ids):
+            raise Rejected(
+                "llama.cpp's server gives no log-probabilities of tokens that end within a character.",
+                code="logprobs_unavailable",
+            )
         if found.get("stop") is True:
             news.over = True
             stop_type = found.get("stop_type")
@@ -70,15 +73,16 @@ class LlamaCppDialect:
         return news
 
 
-def _options(sampling: Sampling) -> dict[str, Any]:
-    """Every one, also at its neutral value: the server's own defaults are others."""
+def _options(sampling: Sampling, most_tokens: int) -> dict[str, Any]:
+    """Every one, also at its neutral value: the server's own defaults are others. Penalties look at all tokens."""
+    penalises = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
     return {
         "samplers": _SAMPLERS,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
-        "repeat_last_n": -1,
+        "repeat_last_n": most_tokens if penalises else 0,
         "repeat_penalty": sampling.repetition_penalty,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,

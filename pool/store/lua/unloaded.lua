@@ -13,7 +13,7 @@ local at_ms = now_ms()
 local seen = redis.call('HMGET', model, 'phase', 'next', 'change')
 if seen[1] ~= 'unloading' then return {'kept'} end
 if redis.call('EXISTS', index) == 1 then return {'busy', ''} end
-local busy = unlike(ranks, ids, records, {unloaded = 1, failed = 1}, at_ms)
+local busy = unlike(ranks, ids, records, {unloaded = 1, failed = 1, waiting = 1}, at_ms)
 if busy then return busy end
 redis.call('HDEL', model, 'phase', 'until_ms', 'next', 'last_error', 'error_rank', 'error_ms')
 if seen[2] then
