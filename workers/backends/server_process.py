@@ -24,8 +24,8 @@ log = logging.getLogger("genpool.upstream")
 
 MAX_LINES = 40
 MAX_LINE_CHARS = 400
-#: How long it may take to end by itself.
-STOP_S = 10.0
+#: How long it may take to end by itself; a model has to be freed soon after that.
+STOP_S = 5.0
 
 #: The command that serves on a port.
 Command = Callable[[int], Sequence[str]]
