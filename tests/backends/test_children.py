@@ -38,7 +38,9 @@ def system(tmp_path: Path, small: str) -> Iterator[System]:
 
 def server_of(system: System) -> int:
     """The process id of the worker's server."""
-    found = [pid for pid, line in descendants(system.workers[0].pid).items() if "xllamacpp_program" in line]
+    below = descendants(system.workers[0].pid).items()
+    # Above it is its keeper, whose command line has its own.
+    found = [pid for pid, line in below if "xllamacpp_program" in line and "leash_exec" not in line]
     return found[0] if found else 0
 
 

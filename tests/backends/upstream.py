@@ -49,8 +49,8 @@ def text_of(tokens: Sequence[int]) -> str:
 class Fault:
     """Done to one request, `after` so many tokens. `drop`: the connection is reset; `end`: the answer ends as if all
     were well; `garbage`: no JSON; `nonsense`: JSON of another kind; `error`: one in the stream; `hang`: silence;
-    `untold`: one token's id is left out; `foreign`: a token that the vocabulary does not have; `status`: an answer
-    with `status`, `headers` and `body`."""
+    `surrogate`: half a character in JSON; `untold`: one token's id is left out; `foreign`: a token that the vocabulary
+    does not have; `status`: an answer with `status`, `headers` and `body`."""
 
     kind: str
     after: int = 0
@@ -244,6 +244,8 @@ class _Handler(BaseHTTPRequestHandler):
             if self._done(asked, fault, at):
                 return
             word = WORDS[at % len(WORDS)]
+            if fault is not None and (fault.kind, fault.after) == ("surrogate", at):
+                word = "\ud83d"
             self._event({"choices": [{"index": 0, "delta": {"content": word}, "text": None, "finish_reason": None}]})
         self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
         usage = {"prompt_tokens": 5, "completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 2}}
