@@ -21,7 +21,13 @@ from tests.waiting import wait_until
 @pytest.fixture
 def system(start_system: StartSystem) -> System:
     """Two nodes of two processes, and a worker that also consumes the queue of a model to come."""
-    return start_system(apis=2, workers=1, serves=f"{SCRIPTED},other", sections={"server": {"processes": 2}})
+    system = start_system(apis=2, workers=0, sections={"server": {"processes": 2}})
+    worker = system.worker_part(0)
+    worker.argv[worker.argv.index(SCRIPTED)] = f"{SCRIPTED},other"
+    system.workers.append(worker)
+    worker.start()
+    system.await_worker(worker)
+    return system
 
 
 def post(system: System, path: str, *, api: int = 0, **body: Any) -> httpx.Response:
