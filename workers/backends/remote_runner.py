@@ -21,6 +21,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from pool.backend_settings import UpstreamSettings
@@ -49,6 +50,7 @@ from workers.backends.remote_jobs import Choice, Job, Key, finished_of
 log = logging.getLogger("genpool.remote")
 
 TICK_S = 0.05
+IDLE_S = 0.5
 CONGESTED_WAIT_S = 0.005
 #: How long a server that has nothing more to tell may take to say so.
 LAST_WORDS_S = 2.0
@@ -188,6 +190,7 @@ class RemoteRunner:
         """Hang up on everything, end the thread, and return the jobs that had not ended."""
         with self._lock:
             self._stopping = True
+        self._call(self._stir)
         if self._thread is not None:
             self._thread.join()
         left = [job.generation for job in self._jobs.values()]
@@ -213,12 +216,15 @@ class RemoteRunner:
     async def _main(self) -> None:
         self._gate = Gate(self._look, self._clock)
         self._slots = Slots(self._endpoint, self.effective_limit())
+        self._stirred = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._started.set()
         while not self._stopping:
             self._progress += 1
             self._turn()
-            await asyncio.sleep(TICK_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stirred.wait(), TICK_S if self._jobs else IDLE_S)
+            self._stirred.clear()
         await self._hang_up_all()
 
     async def _hang_up_all(self) -> None:
@@ -252,6 +258,9 @@ class RemoteRunner:
                 self._give_back(job)
         self._waiting = waiting
 
+    def _stir(self) -> None:
+        self._stirred.set()
+
     def _resize(self) -> None:
         self._slots.resize(self.effective_limit())
 
@@ -265,6 +274,7 @@ class RemoteRunner:
     def _begin(self, job: Job) -> None:
         if job.over:
             return
+        self._stir()
         self.figures.prompt_tokens += len(job.generation.prompt)
         for choice in job.choices:
             choice.done = choice.output.ended
