@@ -250,7 +250,7 @@ class RemoteRunner:
                     waiting += not choice.done
                     continue
                 exchange.check(now_s, first_s=upstream.first_token_seconds, stall_s=upstream.stall_seconds)
-                if choice.output.ended and choice.told_s is not None and now_s - choice.told_s > LAST_WORDS_S:
+                if choice.output.ended and now_s - exchange.heard_s > LAST_WORDS_S:
                     exchange.hang_up()
                     self.end(choice)
             since_s = [each.waits_s for each in job.choices if each.waits_s is not None and each.exchange is None]
@@ -353,19 +353,23 @@ class RemoteRunner:
             ask = self._dialect.ask(job.generation, job.choices.index(choice), output.known, whole=choice.whole)
             await exchange.run(ask, reader.take)
         except UpstreamFailure:
-            if not output.ended:
+            # What happens after the server has said why the output ended is of no matter.
+            if not (output.ended or reader.finish):
                 raise
         finally:
             choice.exchange = None
-        if output.ended:
-            self.end(choice)
-        if exchange.hung_up or job.over or output.ended:
+        if exchange.hung_up or job.over:
             return
-        if reader.finish and not (choice.whole and reader.finish == LENGTH and reader.made_some):
-            self._tell(choice, output.close(reader.finish))
-            self.end(choice)
-        elif not reader.finish:
+        self.conclude(choice, reader.finish, has_more=choice.whole and reader.made_some)
+        if not (output.ended or reader.finish):
             raise Broken("The upstream server's answer has no end.", code="upstream_lost")
+
+    def conclude(self, choice: Choice, finish: str, *, has_more: bool) -> None:
+        """The server has said all; `has_more`: where it stopped at the length that it was asked for."""
+        if finish and not choice.output.ended and not (has_more and finish == LENGTH):
+            self._tell(choice, choice.output.close(finish))
+        if choice.output.ended:
+            self.end(choice)
 
     def served(self, choice: Choice) -> None:
         """The server has answered this choice."""
@@ -482,6 +486,8 @@ class _Reader:
         if output.ended and not output.ends_itself:
             self._exchange.hang_up()
             runner.end(choice)
+        elif news.over:
+            runner.conclude(choice, self.finish, has_more=choice.whole and self.made_some)
         await runner.breathe()
         self._exchange.heard_s = time.monotonic()
 
