@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def own_configuration() -> Iterator[None]:
-    """`genpool --config FILE` tells its children by a variable: called in this process, the next test must not see it."""
+    """`genpool --config FILE` tells its children by a variable: called here, the next test must not see it."""
     before = os.environ.get("GENPOOL_CONFIG")
     yield
     if before is None:
