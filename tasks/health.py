@@ -6,7 +6,6 @@ at this host alone. Whether the system as a whole can serve is what `/readyz` an
 
 from __future__ import annotations
 
-import http.client
 import socket
 import sys
 
@@ -14,6 +13,7 @@ from pool.errors import GenpoolError
 from pool.store.connection import connect
 from pool.store.ranks import RankRegistry
 from tasks.config import Settings, load_settings, state_url
+from tasks.probes import answers_ok
 
 TIMEOUT_S = 3.0
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -22,14 +22,7 @@ LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 def api_answers(settings: Settings) -> bool:
     """Whether the API of this host answers, ready or not."""
     host = LOOPBACK.get(settings.server.host, settings.server.host)
-    connection = http.client.HTTPConnection(host, settings.server.port, timeout=TIMEOUT_S)
-    try:
-        connection.request("GET", "/healthz")
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    return answers_ok(host, settings.server.port, "/healthz", timeout_s=TIMEOUT_S)
 
 
 def worker_serves(settings: Settings) -> bool:

@@ -6,7 +6,6 @@ so that nothing new comes in; then the workers, which drain; then Flower; the st
 
 from __future__ import annotations
 
-import http.client
 import importlib.util
 import os
 import shutil
@@ -25,6 +24,7 @@ from pool.store.ranks import RankRegistry
 from pool.store.server import StateServer
 from pool.store.totals import surveys
 from tasks.config import Settings, state_folder, state_url
+from tasks.probes import answers_ok
 from tasks.supervisor import Child
 
 #: Celery's cold shutdown: running generations are handed back, at no cost to them.
@@ -172,7 +172,7 @@ def api_child(settings: Settings, port: int) -> Child:
         name="api",
         argv=api_argv(),
         env={"GENPOOL_SERVER__PORT": str(port), "PROMETHEUS_MULTIPROC_DIR": str(_metrics_folder(settings, port))},
-        ready=lambda: is_ready(host, port),
+        ready=lambda: answers_ok(host, port, "/readyz", timeout_s=READY_TIMEOUT_S),
         stop_grace_s=API_GRACE_S,
     )
 
@@ -236,18 +236,6 @@ def claim_port(host: str, port: int) -> int:
                 param="server.port",
             ) from error
         return int(probe.getsockname()[1])
-
-
-def is_ready(host: str, port: int) -> bool:
-    """Whether `/readyz` answers 200."""
-    connection = http.client.HTTPConnection(host, port, timeout=READY_TIMEOUT_S)
-    try:
-        connection.request("GET", "/readyz")
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
 
 
 def base_url(host: str, port: int) -> str:

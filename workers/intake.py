@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import redis
@@ -108,11 +109,12 @@ class Intake:
         """Stop reading and end the thread; a read that blocks is woken."""
         self._stopping = True
         self._room.set()
-        try:
-            self._sharing.leave(self._delivery.writer)
-            self._delivery.unblock()
-        except STATE_ERRORS as error:
-            log.info("unblock: %s", type(error).__name__)
+        # Each by itself: a replica that could not say that it leaves must not wait for its read to end as well.
+        for step in (partial(self._sharing.leave, self._delivery.writer), self._delivery.unblock):
+            try:
+                step()
+            except STATE_ERRORS as error:
+                log.info("stopping to read: %s", type(error).__name__)
         self._thread.join()
 
     def _run(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +14,7 @@ from tests.backends.conftest import SLOTS, VLLM_ONLY, VLLM_START_S
 from tests.processes import descendants, is_running
 from tests.system import System
 from tests.waiting import wait_until
+from workers.backends.remote_residence import scraped
 
 pytestmark = pytest.mark.skipif(not VLLM_ONLY, reason="make test-vllm")
 
@@ -70,15 +71,17 @@ def test_a_killed_worker_leaves_no_process(every_backend: System) -> None:
 
 def test_its_metrics_have_the_names_that_are_looked_for(every_backend: System) -> None:
     """Running, waiting, and the part of its KV that is in use."""
-    from workers.backends.remote_residence import scraped  # noqa: PLC0415
-
     system = every_backend
     line = next(line for line in servers_of(system).values() if "--port" in line)
     port = line.split("--port ")[1].split()[0]
     job = submit(system)
     wait_until(lambda: system.record(job).logged_tokens > 1, description="a stream", timeout_s=60)
-    time.sleep(0.1)
-    seen = scraped(httpx.get(f"http://127.0.0.1:{port}/metrics").text, "vllm", None)
-    assert seen.running is not None and seen.waiting == 0
+
+    def running() -> Any:
+        found = scraped(httpx.get(f"http://127.0.0.1:{port}/metrics").text, "vllm", None)
+        return found if found.running else None
+
+    seen = wait_until(running, description="the request to show", timeout_s=30)
+    assert seen.waiting == 0
     assert seen.kv_usage is not None and 0 <= seen.kv_usage < 1
     assert_whole(system, job)

@@ -17,6 +17,6 @@
 -- INCLUDE clock beginning
 -- FLAGS allow-oom
 -- RETURN {"ok", attempt, alone, options, prompt, input, n, seed, tokens, watch, task_id, created_ms, celery,
---   tenant} | {"alone"} | {"dropped"} | {"not-owner"} | {"leased"} | {"unloading"}; input only where the prompt is not tokenized yet; where
---   both lie in blocks, these follow: blocks, prompt_blocks
+--   tenant} | {"alone"} | {"dropped"} | {"not-owner"} | {"leased"} | {"unloading"}; input only where the prompt is not
+--   tokenized yet; where both lie in blocks, these follow: blocks, prompt_blocks
 return beginning()
