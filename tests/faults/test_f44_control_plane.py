@@ -220,7 +220,7 @@ def test_f44_a_caller_holds_no_more_than_its_limit(door: Door) -> None:
     full.append(door.send("POST", CHAT, "bob", chat, Content_Type="application/json"))
     for answer in full:
         error = answer.error(429)
-        assert (error["code"], error["type"]) == ("key_queue_full", "rate_limit_error")
+        assert (error["code"], error["type"]) == ("fairness_key_queue_full", "rate_limit_error")
         assert 1 <= int(answer.headers["retry-after"]) <= 120
     door.system.accepted.append(door.submit("alice").json()["id"])
     for job in held:

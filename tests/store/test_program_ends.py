@@ -224,7 +224,7 @@ def test_a_lost_stream_of_a_rank_is_made_again(scene: Scene, store: JobStore) ->
     scene.client.delete(scene.keys.place("a")["stream"])
     assert scene.take() == []
     assert sorted(each.lease.token for each in scene.take()) == sorted(ref.token for ref in sent)
-    assert scene.client.xlen(scene.keys.queue) == 1
+    assert scene.client.zcard(scene.keys.lanes["backlog"]) == 1
     assert scene.end(handout).code == "ok"
     scene.sound()
     store.cancel(plain.ref)
