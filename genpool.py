@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import click
 
 from pool.errors import GenpoolError
+from pool.rules.fairness import LANES, NORMAL, Lane
 from pool.settings import ModelSettings
 from pool.store.connection import connect
 from tasks import dead_letters, job_commands, launch, model_commands, model_rows
@@ -32,6 +33,8 @@ from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_set
 from tasks.config_docs import markdown
 from tasks.doctor import examine, failures
 from tasks.key_commands import keys
+from tasks.lane_commands import lane as lane_command
+from tasks.lane_commands import lanes
 from tasks.own_runtime import require_state_server, state_server_hint
 from tasks.payloads import MAX_SEED, MAX_TOKENS_LIMIT
 from tasks.program_commands import programs
@@ -170,10 +173,11 @@ def generate(prompt: str, **options: Any) -> None:
 @_TEMPERATURE
 @_SEED
 @_OPTION
-def submit(prompt: str, **options: Any) -> None:
+@click.option("--lane", type=click.Choice(LANES), default=NORMAL, help="Lane in which it waits. Default: normal.")
+def submit(prompt: str, lane: Lane, **options: Any) -> None:
     """Queue PROMPT and print the job's id."""
     settings = load_settings()
-    request = job_commands.build_request(settings, prompt, **options)
+    request = job_commands.build_request(settings, prompt, **options).model_copy(update={"lane": lane})
     with _client(settings) as client:
         click.echo(client.submit(request))
 
@@ -437,6 +441,8 @@ for command in (model_commands.load, model_commands.unload, model_commands.reloa
     models.add_command(command)
 cli.add_command(keys)
 cli.add_command(programs)
+cli.add_command(lanes)
+cli.add_command(lane_command)
 
 
 def _client(settings: Settings) -> closing[Client]:

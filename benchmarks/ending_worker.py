@@ -11,11 +11,12 @@ import sys
 
 from benchmarks.peers.dialogue import answer_text, serve_endings
 from pool.store.connection import connect
-from pool.store.delivery import BATCH, Delivery
+from pool.store.delivery import Delivery
 from pool.store.handouts import Ending, Handout, Write
 from pool.store.log import LogEntry
 from pool.store.ranks import Card, RankRegistry
 from pool.store.records import Output
+from pool.store.taking import BATCH
 from workers.engines.tiny import tiny_vocabulary
 
 #: No lease runs out during a round.

@@ -156,15 +156,16 @@ def _minimal_worker(variables: Mapping[str, str]) -> Command:
 
 
 def _ended_jobs(url: str) -> Callable[[], int]:
-    """Jobs that were ever enqueued less those that have not ended."""
+    """Jobs that ever had their turn less those of them that have not ended."""
     client = connect(url, max_connections=1)
 
     def count() -> int:
         pipe = client.pipeline(transaction=True)
         pipe.xinfo_stream(_KEYS.queue)
         pipe.zcard(_KEYS.index)
-        stream, held = pipe.execute()
-        return int(stream["entries-added"]) - int(held)
+        pipe.zcard(_KEYS.lanes["backlog"])
+        stream, held, waiting = pipe.execute()
+        return int(stream["entries-added"]) - (int(held) - int(waiting))
 
     return count
 

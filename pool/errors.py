@@ -15,6 +15,7 @@
     │   └── JobExpired            the job ended, and its result was kept as long as promised
     ├── ProgramUnknown            no Program of the caller's has this id
     ├── JobNotCancellable         the job has already ended in another way
+    ├── JobNotWaiting             the job does not wait in a lane: it has had its turn, or waits elsewhere
     ├── Stale                     a write with an old fence: the attempt is no longer ours
     └── GenerationFailed          after queueing: the job's terminal record says so too
 
@@ -142,6 +143,12 @@ class JobNotCancellable(GenpoolError):
     """The job has already ended as completed, incomplete or failed."""
 
     code = "not_cancellable"
+
+
+class JobNotWaiting(GenpoolError):
+    """The job does not wait in a lane: it has had its turn or has ended, or its Program decides on its turn."""
+
+    code = "not_waiting"
 
 
 class Stale(GenpoolError):

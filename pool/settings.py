@@ -114,6 +114,20 @@ class LimitSettings(Section):
         description="Choices of one model that come with keys of one name and have not ended; a key's line may say "
         "otherwise.",
     )
+    weight_per_key: int = Field(
+        default=1,
+        ge=1,
+        le=100,
+        description="Share of an API key that waits beside others of its lane, in proportion to theirs; a key's line "
+        "may say otherwise.",
+    )
+    inflight_per_key: int = Field(
+        default=0,
+        ge=0,
+        le=10_000,
+        description="Choices of one model in flight for keys of one name while others wait; alone they may have more. "
+        "0: any number. A key's line may say otherwise.",
+    )
     queue_timeout_seconds: float = Field(
         default=600,
         gt=0,

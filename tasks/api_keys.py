@@ -3,11 +3,14 @@
 A key is 256 random bits, so its SHA-256 needs neither salt nor stretching. One line a key, in `server.keys_file` or,
 separated by `;`, in GENPOOL_API_KEYS:
 
-    NAME KIND sha256:HEX [pending=N] [max_priority=N] [min_deadline_seconds=S] [max_programs=N]
+    NAME KIND sha256:HEX [pending=N] [weight=N] [inflight=N] [highest_lane=LANE] [fairness_keys=1]
+        [max_priority=N] [min_deadline_seconds=S] [max_programs=N]
 
 KIND is `user`, `admin` (also what is the operator's) or `metrics` (/metrics alone). NAME is the tenant: jobs belong to
-it, and several keys may share it, so that one can replace another. `pending` replaces `limits.pending_per_key`; the
-others bound what requests of Programs may ask for, and how many Programs of a model NAME may have.
+it, and several keys may share it, so that one can replace another. `pending`, `weight` and `inflight` replace
+`limits.pending_per_key`, `weight_per_key` and `inflight_per_key`; `highest_lane`: the first lane that its requests may
+wait in; `fairness_keys=1`: they may name fairness keys, each of which has NAME's weight, as a gateway does for its own
+users. The others bound what requests of Programs may ask for, and how many Programs of a model NAME may have.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from pool.errors import ConfigurationError, InvalidRequest
+from pool.rules.fairness import LANES, MOST_WEIGHT
 from pool.rules.programs.identity import MAX_PRIORITY
 from pool.rules.programs.metadata import MAX_DURATION_SECONDS
 from tasks.config import API_KEYS_VARIABLE, Settings
@@ -42,13 +46,17 @@ LABEL = "line"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LINE = re.compile(
     rf"(?P<name>{_NAME.pattern})\s+(?P<kind>{'|'.join(KINDS)})\s+sha256:(?P<digest>[0-9a-f]{{64}})"
-    r"(?P<limits>(?:\s+[a-z_]+=[0-9.]+)*)"
+    r"(?P<limits>(?:\s+[a-z_]+=[a-z0-9.]+)*)"
 )
 _WHOLE = re.compile(r"0|[1-9][0-9]{0,9}")
 _SECONDS = re.compile(r"(?:0|[1-9][0-9]{0,8})(?:\.[0-9]{1,6})?")
-#: What a line may limit, with the least and the most of it.
+HIGHEST_LANE = "highest_lane"
+#: What a line may limit by a number, with the least and the most of it.
 LIMITS: Mapping[str, tuple[float, float]] = {
     "pending": (1, MOST_PENDING),
+    "weight": (1, MOST_WEIGHT),
+    "inflight": (1, MOST_PENDING),
+    "fairness_keys": (0, 1),
     "max_priority": (0, MAX_PRIORITY),
     "min_deadline_seconds": (0, MAX_DURATION_SECONDS),
     "max_programs": (1, 1_000_000),
@@ -57,10 +65,16 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What a key may. `pending`: generations of a model at once, None for the common limit; the others are about
-    Programs: the highest priority, the shortest deadline, and how many Programs of a model; None for any."""
+    """What a key may. `pending`: generations of a model at once, `weight`: its share beside others, `inflight`: choices
+    in flight while others wait; None for what the settings say. `highest_lane`: the first that it may use, None for
+    any; `fairness_keys`: 1 where its requests may name some. The others are about Programs: the highest priority, the
+    shortest deadline, and how many Programs of a model; None for any."""
 
     pending: int | None = None
+    weight: int | None = None
+    inflight: int | None = None
+    highest_lane: str | None = None
+    fairness_keys: int | None = None
     max_priority: int | None = None
     min_deadline_seconds: float | None = None
     max_programs: int | None = None
@@ -68,7 +82,11 @@ class KeyLimits:
     def words(self) -> list[str]:
         """As they stand in a line."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        return [f"{name}={f'{value:.6f}'.rstrip('0').rstrip('.')}" for name, value in given.items()]
+        return [f"{name}={value if isinstance(value, str) else _number(value)}" for name, value in given.items()]
+
+
+def _number(value: float) -> str:
+    return f"{value:.6f}".rstrip("0").rstrip(".")
 
 
 #: No limits of its own.
@@ -121,6 +139,7 @@ def parse_keys(text: str, origin: str) -> tuple[ApiKey, ...]:
         limits = _limits(match["limits"]) if match is not None else None
         if match is None or limits is None:
             bounds = ", ".join(f"{name} from {least:g} to {most:.15g}" for name, (least, most) in LIMITS.items())
+            bounds += f", {HIGHEST_LANE} one of {', '.join(LANES)}"
             raise ConfigurationError(
                 f"{origin}, line {number}: must be NAME {'|'.join(KINDS)} sha256:HEX [LIMIT=N ...], each limit once "
                 f"({bounds}), as `genpool keys new` prints it.",
@@ -137,6 +156,9 @@ def _limits(text: str) -> KeyLimits | None:
     """The limits behind a line's hash; None for words that are none."""
     found: dict[str, Any] = {}
     for name, _, value in (word.partition("=") for word in text.split()):
+        if name == HIGHEST_LANE and name not in found and value in LANES:
+            found[name] = value
+            continue
         is_time = name.endswith("_seconds")
         if name not in LIMITS or name in found or not (_SECONDS if is_time else _WHOLE).fullmatch(value):
             return None

@@ -21,14 +21,15 @@ from tasks.payloads import GenerationRequest, Sampling, invalid_request
 from tasks.services import Services
 
 _SAMPLING = tuple(Sampling.model_fields)
-_REQUEST = ("model", "max_tokens", "n")
+_REQUEST = ("model", "max_tokens", "n", "lane", "fairness_key")
 #: Options of `apply_async` that change nothing for a generation.
 _HARMLESS = frozenset({"queue", "routing_key", "serializer", "add_to_parent", "retry", "retry_policy", "connection"})
 
 
 def request_of(call: Mapping[str, Any]) -> GenerationRequest:
     """The request that a task's keyword arguments describe: `model`, one of `prompt` (text), `messages` or
-    `prompt_token_ids`, `max_tokens`, `n` and the sampling options. Raises InvalidRequest naming the argument."""
+    `prompt_token_ids`, `max_tokens`, `n`, `lane`, `fairness_key` and the sampling options. Raises InvalidRequest naming
+    the argument."""
     unknown = set(call) - {*_SAMPLING, *_REQUEST, "prompt", "messages", "prompt_token_ids"}
     if unknown:
         raise InvalidRequest(f"Unknown argument: {sorted(unknown)[0]}.", param=sorted(unknown)[0])

@@ -88,6 +88,7 @@ def status(view: View) -> str:
         "id": record.id,
         "model": record.model,
         "state": record.state,
+        "lane": record.lane,
         "attempt": record.attempt,
         "seed": record.seed,
         "created_ms": record.created_ms,

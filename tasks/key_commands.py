@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from pool.rules.fairness import LANES
 from tasks.api_keys import ADMIN, LABEL, LIMITS, METRICS, USER, KeyLimits, new_key
 
 
@@ -27,6 +28,10 @@ def keys() -> None:
 @click.option("--admin", "kind", flag_value=ADMIN, help="For what is the operator's, too.")
 @click.option("--metrics", "kind", flag_value=METRICS, help="For /metrics alone: what a scraper needs.")
 @_limit("pending", "Generations of a model at once. Default: limits.pending_per_key.")
+@_limit("weight", "Share beside other keys. Default: limits.weight_per_key.")
+@_limit("inflight", "Generations of a model in flight while others wait. Default: limits.inflight_per_key.")
+@click.option("--highest-lane", type=click.Choice(LANES), help="First lane that its requests may use. Default: any.")
+@click.option("--fairness-keys", type=click.IntRange(0, 1), help="1: its requests may name fairness keys.")
 @_limit("max_priority", "Highest priority of a Program's requests. Default: any.")
 @_limit("min_deadline_seconds", "Shortest deadline of a Program's requests. Default: any.")
 @_limit("max_programs", "Programs of a model at once. Default: any number.")

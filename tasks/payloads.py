@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from pool.errors import InvalidRequest
+from pool.rules.fairness import NORMAL, Lane
 
 MAX_MODEL_CHARS = 64
 MAX_TOKENS_LIMIT = 2**20
@@ -34,6 +35,7 @@ MAX_TOP_LOGPROBS = 20
 #: Bounds of the OpenAI reference.
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
+MAX_FAIRNESS_KEY_CHARS = 256
 #: 1 is neutral. Outside these a division takes real logits out of float32's range.
 REPETITION_PENALTIES = (0.01, 100.0)
 
@@ -175,11 +177,19 @@ class GenerationOptions(Strict):
 
 
 class GenerationRequest(GenerationOptions):
-    """What is to be generated."""
+    """What is to be generated, and how it waits for its turn: in which lane, and charged to whom (`fairness_key`, ""
+    for its tenant)."""
 
     model: str = Field(min_length=1, max_length=MAX_MODEL_CHARS)
     prompt: Prompt
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    lane: Lane = NORMAL
+    fairness_key: str = Field(default="", max_length=MAX_FAIRNESS_KEY_CHARS)
+
+    @field_validator("fairness_key")
+    @classmethod
+    def _key_is_text(cls, value: str) -> str:
+        return encodable(value)
 
     def options(self) -> GenerationOptions:
         """The part without the prompt."""

@@ -148,6 +148,7 @@ class Submitter:
             "run_timeout_ms": round(settings.limits.run_timeout_seconds * 1000),
             "tombstone_ms": settings.state.tombstone_ttl_seconds * 1000,
         }
+        self._share = {"weight": settings.limits.weight_per_key, "inflight_cap": settings.limits.inflight_per_key}
 
     def models(self) -> list[str]:
         """Public names of the enabled models."""
@@ -174,7 +175,8 @@ class Submitter:
         ref: JobRef = new_ref(door, request.model, token=record.pop("token", None))
         if self._all_results:
             record["celery"] = True
-        fixed = self._timeouts | record
+        waits = {"lane": request.lane, "fairness": request.fairness_key}
+        fixed = self._timeouts | self._share | waits | record
         return NewJob(
             ref=ref,
             door=door,

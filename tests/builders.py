@@ -12,6 +12,7 @@ from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
 from pool.store.log import LogEntry, pack_ids
 from pool.store.nodes import server_ms
+from pool.store.rebuilding import heal
 from pool.store.records import NewJob, Output
 from pool.store.sweeping import Sweeper
 from tasks.payloads import GenerationRequest, Sampling, TextPrompt
@@ -102,3 +103,17 @@ def give_up(client: Client, rank: Delivery, *, model: str = "tiny") -> None:
     swept_steadily(client, model=model)
     client.zadd(keys.leases, {handout.lease.token: 1 for handout in held})
     assert sweeper(client, max_deliveries=1).sweep(model).poisoned == len(held)
+
+
+def as_if_ranks_waited(client: Client, *, count: int = 100, model: str = "tiny") -> None:
+    """As if so many ranks waited for work and never came: what is submitted now lies in the stream, unread."""
+    keys = ModelKeys(f"{model}:0")
+    heal(client, keys)
+    client.zadd(keys.hungry, {f"gone-{number}": 2**50 for number in range(count)})
+    client.pexpire(keys.hungry, 60_000)
+
+
+def entry_of(client: Client, job: NewJob) -> bytes:
+    """The entry of a job that has had its turn."""
+    entries: list[tuple[bytes, dict[bytes, bytes]]] = client.xrange(ModelKeys(job.ref.tag).queue)
+    return next(entry for entry, fields in entries if fields[b"job"] == job.ref.token.encode())

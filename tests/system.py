@@ -413,6 +413,7 @@ class System:
                 for name in (keys.index, keys.leases, keys.timers):
                     wait_until(partial(_is_empty, client, name), description=f"{name} to be empty", timeout_s=timeout_s)
                 assert client.xlen(keys.queue) == 0
+                assert not client.exists(keys.lanes["backlog"])
                 if client.exists(keys.queue):
                     assert all(group["pending"] == 0 for group in client.xinfo_groups(keys.queue))
         assert self.audit() == []

@@ -13,7 +13,18 @@ from webapp.errors import register_errors
 from webapp.metrics import register_metrics
 from webapp.node import EXTENSION, make_node
 from webapp.request_ids import register_request_ids
-from webapp.routes import admin_model_rows, admin_models, chat, completions, docs, health, models, programs, responses
+from webapp.routes import (
+    admin_model_rows,
+    admin_models,
+    admin_queues,
+    chat,
+    completions,
+    docs,
+    health,
+    models,
+    programs,
+    responses,
+)
 
 
 def create_app(settings: Settings | None = None) -> Flask:
@@ -29,6 +40,17 @@ def create_app(settings: Settings | None = None) -> Flask:
     register_errors(app)
     register_metrics(app, node)
     register_auth(app, ring, pending_per_key=settings.limits.pending_per_key)
-    for module in (responses, chat, completions, models, programs, admin_model_rows, admin_models, health, docs):
+    for module in (
+        responses,
+        chat,
+        completions,
+        models,
+        programs,
+        admin_model_rows,
+        admin_models,
+        admin_queues,
+        health,
+        docs,
+    ):
         app.register_blueprint(module.blueprint)
     return app

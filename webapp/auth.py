@@ -42,6 +42,11 @@ class Caller:
     sees_all: bool = False
     limits: KeyLimits = ANY
 
+    def share(self) -> dict[str, int]:
+        """What its key's line says of how its jobs wait, by the names of NewJob."""
+        named = {"weight": self.limits.weight, "inflight_cap": self.limits.inflight}
+        return {name: value for name, value in named.items() if value is not None}
+
 
 def register_auth(app: Flask, ring: KeyRing, *, pending_per_key: int) -> None:
     """Let nobody past without a key, if there are any."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 #: The library's function has no types: metrics from the files of several processes.
 _sum_up: Any = MultiProcessCollector.merge
 
-METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
+METHODS = frozenset({"GET", "HEAD", "POST", "PATCH", "DELETE", "OPTIONS"})
 #: The method of what was no request; no token of HTTP has parentheses.
 NO_METHOD = "(none)"
 #: Upper bounds of the durations, in seconds.

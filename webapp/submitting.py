@@ -12,6 +12,7 @@ from typing import Any
 from flask import Request
 
 from pool.errors import GenpoolError, InvalidRequest, StateUnavailable
+from pool.rules.fairness import LANES
 from pool.rules.programs.claims import Claim
 from pool.store.ids import JobRef, parse_ref
 from pool.store.jobs import View
@@ -20,8 +21,8 @@ from pool.store.ranks import RankRegistry
 from pool.store.records import NewJob
 from tasks.payloads import GenerationRequest
 from tasks.program_intake import Entrance
-from webapp.auth import current_caller
-from webapp.errors import NoWorker
+from webapp.auth import Caller, current_caller
+from webapp.errors import KeyNotAllowed, NoWorker
 from webapp.node import Node
 from webapp.waits import Waiter
 
@@ -132,12 +133,14 @@ def _check_worker(node: Node, job: NewJob) -> None:
 
 def _build(node: Node, order: Order, *, watch: str, reader_ms: int) -> Coming:
     caller = current_caller()
+    check_turn(order.request, caller)
     try:
         job = node.services.submitter.prepare(
             order.request,
             door=order.door,
             tenant=caller.tenant,
             tenant_cap=caller.pending,
+            **caller.share(),
             params=json.dumps(order.params, ensure_ascii=False, separators=(",", ":")),
             background=order.background,
             store=order.store,
@@ -149,6 +152,15 @@ def _build(node: Node, order: Order, *, watch: str, reader_ms: int) -> Coming:
     except InvalidRequest as error:
         error.param = order.names.get(error.param or "", error.param)
         raise
+
+
+def check_turn(request: GenerationRequest, caller: Caller) -> None:
+    """Raises KeyNotAllowed for a lane or a fairness key that the caller's key does not allow."""
+    highest = caller.limits.highest_lane
+    if highest is not None and LANES.index(request.lane) < LANES.index(highest):
+        raise KeyNotAllowed(f"This API key may use lane {highest} and lower ones, not {request.lane}.", param="lane")
+    if request.fairness_key and not caller.limits.fairness_keys and not caller.sees_all:
+        raise KeyNotAllowed("This API key may not name fairness keys.", param="fairness_key")
 
 
 def _store(node: Node, job: NewJob, entrance: Entrance | None, key: IdempotencyKey | None) -> View:

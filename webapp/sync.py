@@ -7,7 +7,7 @@ import time
 
 from pool.errors import JobErased, StateUnavailable
 from pool.rules import jobs
-from pool.store import stored_jobs
+from pool.store import lane_positions
 from pool.store.jobs import View
 from pool.store.log import LogEntry
 from pool.store.records import JobRecord
@@ -107,6 +107,6 @@ def _ahead(node: Node, record: JobRecord) -> int | None:
     if record.state != jobs.QUEUED:
         return None
     try:
-        return stored_jobs.ahead(node.services.client, record.ref, record.created_ms)
+        return lane_positions.ahead(node.services.client, record.ref)
     except StateUnavailable:
         return None

@@ -21,13 +21,14 @@ import redis
 
 from pool.errors import StateUnavailable
 from pool.rules import jobs
-from pool.store.delivery import BATCH, Delivery
+from pool.store.delivery import Delivery
 from pool.store.handouts import Ending, Handout, Lease, Write, Written, failed
 from pool.store.keys import wants_tokens
 from pool.store.log import MAX_ENTRY_TOKENS, LogEntry
 from pool.store.placements import Outcome
 from pool.store.records import Output
 from pool.store.sharing import Sharing
+from pool.store.taking import BATCH
 from pool.store.trials import survived
 from tasks.ports import Event, Finished, GivenBack, Runner, Stopped, Tokens
 from workers.bell import Bell

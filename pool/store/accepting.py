@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Protocol
 
+from pool.store.flows import flow_of
 from pool.store.inputs import StoredInput
 from pool.store.keys import keys_of
 from pool.store.records import NewJob
@@ -29,11 +30,12 @@ class Way(Protocol):
 
 
 class PlainWay:
-    """Into the model's stream."""
+    """Into its lane."""
 
     def command(self, job: NewJob, accepted: Accepted) -> Command:
         """submit."""
-        return script("submit")(queue=keys_of(job.ref).queue, **accepted)
+        keys = keys_of(job.ref)
+        return script("submit")(queue=keys.queue, hungry=keys.hungry, lanes=keys.lanes, **accepted)
 
     def leads_on(self, code: bytes, detail: Sequence[bytes]) -> bool:  # noqa: ARG002 - the same for all replies
         """Never."""
@@ -66,5 +68,7 @@ def accepting(
         "deadline": job.deadline_ms,
         "reader": job.reader_ms,
         "data": [block.packed() if at in sent else b"" for at, block in enumerate(stored.blocks)],
+        "flow": flow_of(job.lane, job.tenant, job.fairness),
+        "terms": f"{job.n}:{job.weight}:{job.inflight_cap}",
         "fields": job.fields() + stored.fields,
     }

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from pool.rules import jobs
 from pool.store.connection import Client, state_errors
@@ -29,6 +30,16 @@ from pool.store.violations import Violation
 __all__ = ["Audit", "Violation"]
 
 BATCH = 200
+#: In a record: the job waits, or no rank has begun it since it was moved into the stream.
+NO_ENTRY = "0-0"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a job was found: its entry in a stream, its turn in a lane."""
+
+    entry: str | None
+    turn: str | None
 
 
 class Audit:
@@ -52,6 +63,8 @@ class Audit:
         timers = {member.decode().split(":", 1)[1] for member, _ in client.zscan_iter(keys.timers, count=BATCH)}
         entries: dict[str, str] = {}
         programs = self._programs.find()
+        turns = {turn.decode() for turn, _ in client.zscan_iter(keys.lanes["backlog"], count=BATCH)}
+        wait = {turn.split(":")[3]: turn for turn in turns}
         streams = [keys.queue, *(place["stream"] for place in map(keys.place, programs.ranks))]
         for entry, fields in (item for stream in streams for item in self._stream(stream)):
             named = token_of(fields)
@@ -61,8 +74,9 @@ class Audit:
                 entries[named] = entry.decode()
                 programs.sent[fields.get(b"program", b"").decode()] += 1
         tokens = {token.partition("#")[0] for token in index}
-        for token in sorted(tokens | leases | timers | set(entries)):
-            yield from self._reachable(token, token in index, token in leases, entries.get(token))
+        for token in sorted(tokens | leases | timers | set(entries) | set(wait)):
+            place = Place(entries.get(token), wait.get(token))
+            yield from self._reachable(token, token in index, token in leases, place)
         for member, _ in client.zscan_iter(keys.tenants, count=BATCH):
             counted = member.decode().rpartition(":")[2]
             if counted not in index:
@@ -79,10 +93,10 @@ class Audit:
             yield from page
             start = f"({page[-1][0].decode()}"
 
-    def _reachable(self, token: str, indexed: bool, leased: bool, entry: str | None) -> Iterator[Violation]:
-        """What the index, the leases, the timers and the stream say of a job against its record."""
-        names = ("state", "entry", "program", "ticket")
-        state, own_entry, program, ticket = self._client.hmget(self._keys.job(token), *names)
+    def _reachable(self, token: str, indexed: bool, leased: bool, place: Place) -> Iterator[Violation]:
+        """What the index, the leases, the timers, the lanes and the stream say of a job against its record."""
+        names = ("state", "entry", "program", "ticket", "turn")
+        state, own_entry, program, ticket, turn = self._client.hmget(self._keys.job(token), *names)
         if state is None:
             yield Violation("I7", token, "an index, a lease, a timer or an entry outlived the record")
         elif jobs.is_terminal(state.decode()):
@@ -93,8 +107,8 @@ class Audit:
             pooled = program is not None and own_entry == b"0-0"
             if pooled and self._client.lpos(self._keys.pool(program.decode()), ticket) is None:
                 yield Violation("I1", token, "no worker can reach the job: it is in no stream and no pool")
-            if not pooled and entry != (own_entry or b"").decode():
-                yield Violation("I1", token, "no worker can reach the job: its entry is not in the stream")
+            if not pooled:
+                yield from _place_faults(token, place, (own_entry or b"").decode(), (turn or b"").decode())
             if leased != (state.decode() == jobs.RUNNING):
                 yield Violation("I6", token, f"the job is {state.decode()} {'with' if leased else 'without'} a lease")
 
@@ -139,6 +153,17 @@ class Audit:
                 unseen -= {(block, token) for token in holders}
         for block, token in unseen:
             yield Violation("I7", token, f"its input is lost: block {block} is gone, or does not know the job")
+
+
+def _place_faults(token: str, place: Place, own_entry: str, turn: str) -> Iterator[Violation]:
+    """A job waits in its lane, or has one entry, which its record names once a rank has begun it."""
+    has_begun = own_entry != NO_ENTRY
+    if not has_begun and place.turn is None and place.entry is None:
+        yield Violation("I1", token, "no worker can reach the job: it waits in no lane and has no entry in the stream")
+    if has_begun and own_entry != place.entry:
+        yield Violation("I1", token, "no worker can reach the job: its entry is not in the stream")
+    if place.turn is not None and (has_begun or place.entry is not None or place.turn != turn):
+        yield Violation("I1", token, "the job has had its turn, or has another, and still waits in a lane")
 
 
 def _log_faults(token: str, log: list[LogEntry], logged: int) -> Iterator[Violation]:

@@ -10,51 +10,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import redis
-
 from pool.errors import GenerationFailed
-from pool.store import rebuilding
-from pool.store.connection import Client
-from pool.store.entries import drop, sorted_out
 from pool.store.handouts import Entry, Handout, Lease, Taken, Write, Written, handout_of, written_of
 from pool.store.hints import MOST_BYTES
 from pool.store.inputs import fetch
-from pool.store.keys import GROUP, ModelKeys, node_channel
+from pool.store.keys import node_channel
 from pool.store.log import pack
-from pool.store.nodes import learn
-from pool.store.reading import Reading
-from pool.store.running import Line, run_many, run_stream
+from pool.store.running import Line, run_many
 from pool.store.scripts import Command, script
+from pool.store.taking import BATCH, Taking
 from pool.store.trials import ALL_ALONE, AMONG_OTHERS, keep
 
 #: Position of the logged tokens in begin's reply.
 _LOGGED = 8
 #: Length of begin's reply for a job whose input lies in its record; where blocks are named, they follow.
 _WHOLE = 14
-#: How long a read waits while its slot is on the way to another node of a cluster.
-MOVING_BLOCK_MS = 100
-#: A script touches at most this many items; longer work continues in further calls.
-BATCH = 100
 
 
 @dataclass
-class Delivery:
-    """The hand-outs of one model to one rank. `reader` is a client of one connection (to a node), for `unblock`."""
+class Delivery(Taking):
+    """The hand-outs of one model to one rank."""
 
-    reader: Client
-    writer: Client
-    model: str
-    rank: str
-    lease_ms: int
-    result_ttl_ms: int
-    shard: int = 0
-    keys: ModelKeys = field(init=False)
-    _reading: Reading = field(init=False)
     _line: Line = field(init=False)
 
     def __post_init__(self) -> None:
-        self.keys = ModelKeys(f"{self.model}:{self.shard}")
-        self._reading = Reading(self.reader, self.writer, self.keys.queue)
+        super().__post_init__()
         self._line = Line(self.writer, self.keys.queue)
 
     def close(self) -> None:
@@ -72,58 +52,6 @@ class Delivery:
             else:
                 taken.alone.append(found)
         return taken
-
-    def heal(self) -> None:
-        """Make the stream and its group, from the index; nothing while both are there."""
-        rebuilding.heal(self.writer, self.keys)
-
-    def read(self, room: int, block_ms: int) -> list[Entry]:
-        """Read at most `room` (>= 1) entries into this rank's pending list, waiting up to `block_ms`.
-
-        A stream or group that was lost is made again from the index, and nothing is read this time. On a new connection
-        the pending list comes first: it may hold entries that got lost on the old one. What runs does not begin again.
-        """
-        try:
-            if self._reading.is_new():
-                pending = self._pending()
-                self._reading.settle()
-                if pending:
-                    return pending
-            return self._read_new(self._reading.server, room, block_ms)
-        except redis.exceptions.AskError as error:
-            # A read that follows its stream to another node cannot be woken there, and so must not wait.
-            learn(self.reader, error)
-            return self._read_new(self.reader, room, MOVING_BLOCK_MS)
-        except redis.exceptions.ResponseError as error:
-            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
-                raise
-            self.heal()
-            return []
-        except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
-            self._reading.forget()
-            raise
-
-    def _read_new(self, server: Client, room: int, block_ms: int) -> list[Entry]:
-        """What nobody has read yet."""
-        reply = server.xreadgroup(GROUP, self.rank, {self.keys.queue: ">"}, count=min(room, BATCH), block=block_ms)
-        return self._entries(reply[0][1]) if reply else []
-
-    def _pending(self) -> list[Entry]:
-        """This rank's pending list; entries that were deleted from the stream are left out."""
-        entries: list[Entry] = []
-        last = b"0"
-        while True:
-            ((_, page),) = self.reader.xreadgroup(GROUP, self.rank, {self.keys.queue: last}, count=BATCH)
-            entries += self._entries(item for item in page if item[1])
-            if len(page) < BATCH:
-                return entries
-            last = page[-1][0]
-
-    def _entries(self, items: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Entry]:
-        """The entries that were read; what names no job is dropped."""
-        entries, nameless = sorted_out(items)
-        drop(self.reader, self.keys, nameless)
-        return entries
 
     def begin(self, entries: Sequence[Entry], *, alone: int = AMONG_OTHERS) -> Iterator[Handout | Entry]:
         """Begin the jobs of these entries, one after the other as they are asked for.
@@ -150,7 +78,7 @@ class Delivery:
 
     def _run_begins(self, entries: Sequence[Entry], commands: Iterable[Command]) -> Iterator[list[Any]]:  # noqa: ARG002
         """The replies of these commands, which begin these entries."""
-        return run_stream(self.reader, commands, key=self.keys.queue)
+        return self._stream(commands)
 
     def begin_alone(self, entry: Entry, alone: int = ALL_ALONE) -> Handout | Entry | None:
         """Begin a job on trial by itself. The entry again: the rank must be emptier; None: it went elsewhere."""
@@ -182,6 +110,7 @@ class Delivery:
             entry=entry.id,
             rank=self.rank,
             nonce=entry.nonce,
+            guess=entry.guess_ms,
             lease=self.lease_ms,
             alone=alone,
         )
@@ -203,10 +132,6 @@ class Delivery:
             for entry in entries
         ]
         run_many(self.reader, commands)
-
-    def unblock(self) -> None:
-        """Wake a blocked `take`; it then returns nothing. For any thread."""
-        self._reading.unblock()
 
     def write(self, writes: Iterable[Write]) -> list[Written]:
         """Append to logs and end jobs. Safe to repeat after a connection failure. Who follows a job is told of what is
@@ -236,6 +161,7 @@ class Delivery:
             )
         return script("complete")(
             **keys.ending(lease.token, lease.blocks),
+            lanes=keys.lanes,
             token=lease.token,
             attempt=lease.attempt,
             nonce=lease.nonce,

@@ -23,6 +23,12 @@ def token_of(fields: Mapping[bytes, bytes]) -> str | None:
     return token.decode() if _TOKEN.fullmatch(token) else None
 
 
+def guess_of(fields: Mapping[bytes, bytes]) -> int:
+    """What a choice of the job was taken to need when it was moved there, ms; 0 where the entry does not say."""
+    guess = fields.get(b"guess", b"")
+    return int(guess) if guess.isdigit() and len(guess) < 16 else 0
+
+
 def hops_of(fields: Mapping[bytes, bytes]) -> int:
     """How often ranks have passed the job on, unbegun (pool/store/sharing.py)."""
     hops = fields.get(b"hops", b"0")
@@ -31,13 +37,13 @@ def hops_of(fields: Mapping[bytes, bytes]) -> int:
 
 def sorted_out(items: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> tuple[list[Entry], list[bytes]]:
     """What was read, each entry with a fence of its own; and the ids of those that name no job."""
-    named = [(entry, token_of(fields), hops_of(fields)) for entry, fields in items]
+    named = [(entry, token_of(fields), hops_of(fields), guess_of(fields)) for entry, fields in items]
     entries = [
-        Entry(entry.decode(), token, secrets.token_hex(8), hops=hops)
-        for entry, token, hops in named
+        Entry(entry.decode(), token, secrets.token_hex(8), hops=hops, guess_ms=guess_ms)
+        for entry, token, hops, guess_ms in named
         if token is not None
     ]
-    return entries, [entry for entry, token, _ in named if token is None]
+    return entries, [entry for entry, token, *_ in named if token is None]
 
 
 def drop(client: Client, keys: ModelKeys, entries: Sequence[bytes]) -> None:

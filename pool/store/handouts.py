@@ -66,14 +66,15 @@ class Handout:
 @dataclass(slots=True)
 class Entry:
     """A stream entry of this rank's pending list, the job it names, and the fence with which it begins: beginning the
-    same Entry again is safe. `program`: whose job it is, "" for plain work; `hops`: how often it was
-    passed on."""
+    same Entry again is safe. `program`: whose job it is, "" for plain work; `hops`: how often it was passed on;
+    `guess_ms`: what a choice was taken to need when it was moved into the stream."""
 
     id: str
     token: str
     nonce: str
     program: str = ""
     hops: int = 0
+    guess_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,10 @@ class JobStore:
         return self.read(ref)
 
     def _cancel_command(self, ref: JobRef, blocks: Sequence[str] = ()) -> Command:
-        return script("cancel")(**keys_of(ref).ending(ref.token, blocks), token=ref.token, ttl=self._result_ttl_ms)
+        keys = keys_of(ref)
+        return script("cancel")(
+            **keys.ending(ref.token, blocks), lanes=keys.lanes, token=ref.token, ttl=self._result_ttl_ms
+        )
 
     def void(self, ref: JobRef) -> None:
         """A submit that got no answer shall have no effect: the job is cancelled if it arrived, and refused if it still

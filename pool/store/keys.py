@@ -48,8 +48,25 @@ class ModelKeys:
 
     @cached_property
     def queue(self) -> str:
-        """STREAM, one entry a queued or running job: field `job` = its token."""
+        """STREAM, one entry a job that has had its turn: field `job` = its token."""
         return self._key("queue")
+
+    @cached_property
+    def hungry(self) -> str:
+        """ZSET rank -> until when (ms) it waits for work at the stream, if it lives."""
+        return self._key("hungry")
+
+    @cached_property
+    def lanes(self) -> dict[str, str]:
+        """The keys of the lanes, by the names of the group in lua/lib/lanes.lua."""
+        return {
+            # ZSET, all scores 0: the turn of each job that waits.
+            "backlog": self._key("backlog"),
+            # ZSET LANE:KEY -> virtual time, in a band of the lane.
+            "flows": self._key("flows"),
+            # HASH of what moves and ends of jobs count: clock, owed, busy, guess.
+            "fairness": self._key("fairness"),
+        }
 
     @cached_property
     def model(self) -> str:

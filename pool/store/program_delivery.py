@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pool.store.connection import Client
 from pool.store.delivery import Delivery
 from pool.store.entries import drop, token_of
 from pool.store.handouts import Entry, Handout, Lease, Write, Written, written_of
@@ -18,7 +19,7 @@ from pool.store.log import pack
 from pool.store.placements import NOTHING, Placement, placement_of
 from pool.store.program_keys import RankKeys
 from pool.store.rebuilding import heal, rebuild_rank
-from pool.store.running import run_many, run_stream
+from pool.store.running import run_many
 from pool.store.scripts import Command, script
 from pool.store.trials import AMONG_OTHERS
 
@@ -44,6 +45,10 @@ class ProgramDelivery(Delivery):
             Entry(entry.decode(), token, secrets.token_hex(8), of) for entry, token, of in named if token is not None
         ]
 
+    def _read_new(self, server: Client, room: int, block_ms: int) -> list[Entry]:
+        found = self._take(server, [self.keys.queue], room, block_ms, moves=False)
+        return self._entries(found[0][1]) if found else []
+
     def heal(self) -> None:
         """Make the rank's stream and its group, from the jobs that were sent there; nothing while both are there."""
         heal(self.writer, self.keys, lambda: rebuild_rank(self.writer, self.keys))
@@ -56,7 +61,7 @@ class ProgramDelivery(Delivery):
             yield found
 
     def _run_begins(self, entries: Sequence[Entry], commands: Iterable[Command]) -> Iterator[list[Any]]:
-        for entry, reply in zip(entries, run_stream(self.reader, commands, key=self.keys.queue), strict=True):
+        for entry, reply in zip(entries, self._stream(commands), strict=True):
             if reply[0] != b"ok" or not entry.program:
                 yield reply
                 continue
@@ -110,6 +115,7 @@ class ProgramDelivery(Delivery):
         outcome = write.ending.outcome or NOTHING
         return script("program_complete")(
             keys=keys.ended(lease.token, self.rank),
+            lanes=keys.lanes,
             **keys.of(placement.program),
             at=keys.place(self.rank),
             front=keys.job(placement.front or lease.token),

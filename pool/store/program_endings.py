@@ -69,6 +69,7 @@ def cancel(client: Client, ref: JobRef, program: str, result_ttl_ms: int) -> lis
     def build(declared: Declared) -> Command:
         return script("program_cancel")(
             keys=keys.ended(token, declared.rank),
+            lanes=keys.lanes,
             **keys.of(program),
             at=keys.place(declared.rank),
             front=keys.job(declared.front or token),
@@ -92,6 +93,7 @@ def expire(
     def build(declared: Declared) -> Command:
         return script("program_expire")(
             keys=names.ended(token, declared.rank),
+            lanes=names.lanes,
             **names.of(program),
             at=names.place(declared.rank),
             front=names.job(declared.front or token),
@@ -127,6 +129,7 @@ def take_back(client: Client, keys: ModelKeys, token: str, program: str, terms: 
     def build(declared: Declared) -> Command:
         return script("program_take_back")(
             keys=names.ended(token, declared.rank),
+            lanes=names.lanes,
             **names.of(program),
             at=names.place(declared.rank),
             front=names.job(declared.front or token),

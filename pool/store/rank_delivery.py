@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pool.store.connection import Client
-from pool.store.delivery import BATCH, Delivery
+from pool.store.delivery import Delivery
 from pool.store.handouts import Entry, Lease, Write, Written
-from pool.store.keys import GROUP
 from pool.store.program_delivery import ProgramDelivery
 from pool.store.scripts import Command
 
@@ -53,7 +52,7 @@ class RankDelivery(ProgramDelivery):
 
     def _read_new(self, server: Client, room: int, block_ms: int) -> list[Entry]:
         if not self.seated:
-            return self.plain._read_new(server, room, block_ms)
+            return self._read_from(server, [self.plain], room, block_ms)
         if room == 1:
             self._programs_first = not self._programs_first
             found = self._read_from(server, [self if self._programs_first else self.plain], 1, None)
@@ -64,12 +63,9 @@ class RankDelivery(ProgramDelivery):
 
     def _read_from(self, server: Client, sides: Sequence[Delivery], count: int, block_ms: int | None) -> list[Entry]:
         by_queue = {side.keys.queue: side for side in sides}
-        reply = server.xreadgroup(
-            GROUP, self.rank, dict.fromkeys(by_queue, ">"), count=min(count, BATCH), block=block_ms
-        )
         entries: list[Entry] = []
-        for queue, items in reply or ():
-            entries += by_queue[queue.decode()]._entries(items)
+        for queue, items in self._take(server, list(by_queue), count, block_ms, moves=self.plain in sides):
+            entries += by_queue[queue]._entries(items)
         return entries
 
     # -- one or the other -------------------------------------------------------------------------------------------

@@ -135,6 +135,7 @@ class RankRegistry:
             told=self._keys.told,
             places=self._keys.places,
             queue=self._keys.queue,
+            hungry=self._keys.hungry,
             rank=rank,
             incarnation=incarnation,
         )

@@ -61,6 +61,7 @@ def rebuild(client: Client, keys: ModelKeys) -> int:
                 leases=keys.leases,
                 timers=keys.timers,
                 tally=keys.tally,
+                lanes=keys.lanes,
                 token=token,
             )
             for token in tokens

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pool.rules import jobs
+from pool.rules.fairness import NORMAL
 from pool.store.ids import JobRef
 from pool.store.scripts import Value
 
@@ -35,6 +36,8 @@ class NewJob:
     counts while it waits its turn, each time anew, `run_timeout_ms` while a worker has it, `deadline_ms` (0: none) from
     submit; after `reader_ms` (0: never) without a reader it is cancelled; its id is remembered `tombstone_ms` longer
     than its result. `tenant_cap`: choices that its tenant may hold of the model, with this job (0: it is not counted).
+    `lane`, `fairness` (the key it is charged to, "" for its tenant), `weight` and `inflight_cap` (choices of its key in
+    flight while others wait, 0: any) are how it waits for its turn (pool/rules/fairness.py).
     """
 
     ref: JobRef
@@ -48,8 +51,10 @@ class NewJob:
     params: str = "{}"
     tenant: str = "default"
     tenant_cap: int = 0
-    lane: str = "normal"
+    lane: str = NORMAL
     fairness: str = ""
+    weight: int = 1
+    inflight_cap: int = 0
     background: bool = False
     store: bool = True
     celery: bool = False
@@ -111,6 +116,8 @@ class JobRecord:
     door: str
     state: str
     tenant: str
+    lane: str
+    fairness: str
     n: int
     seed: int
     params: dict[str, Any]
@@ -153,7 +160,8 @@ class JobRecord:
 
 #: What a reader of a job needs of its HASH; prompt and input stay where they are, they may be large.
 RECORD_FIELDS = (
-    "state", "kind", "tenant", "n", "seed", "params", "background", "store", "task_id", "attempt", "rank", "tokens",
+    "state", "kind", "tenant", "lane", "fairness", "n", "seed",
+    "params", "background", "store", "task_id", "attempt", "rank", "tokens",
     "created_ms", "started_ms", "finished_ms", "prompt_tokens", "cached_tokens", "output_tokens",
     "error_code", "error_message", "outputs",
 )  # fmt: skip
@@ -173,6 +181,8 @@ def record_of(ref: JobRef, stored: Sequence[bytes | None]) -> JobRecord | None:
         door=text["kind"],
         state=text["state"],
         tenant=text["tenant"],
+        lane=text["lane"],
+        fairness=text["fairness"],
         n=int(text["n"]),
         seed=int(text["seed"]),
         params=json.loads(text["params"]),

@@ -26,7 +26,7 @@ def refusal(job: NewJob, code: bytes, detail: list[Any], pending_per_model: int)
     if code == b"full":
         whose, limit, name = job.ref.model, pending_per_model, None
     else:
-        whose, limit, name = f"This API key's owner, for {job.ref.model},", job.tenant_cap, "key_queue_full"
+        whose, limit, name = f"This API key's owner, for {job.ref.model},", job.tenant_cap, "fairness_key_queue_full"
     return QueueFull(
         f"{whose} holds {int(detail[1])} generations, queued and running; {job.n} more would pass its "
         f"limit of {limit}. Try again later.",

@@ -75,6 +75,7 @@ class Sharing:
             tokens=[entry.token for entry in plain],
             entries=[entry.id for entry in plain],
             hops=[entry.hops for entry in plain],
+            guesses=[entry.guess_ms for entry in plain],
         )
         given = {entry.id for entry, went in zip(plain, run(client, command), strict=True) if went}
         return [entry for entry in entries if entry.program or entry.id not in given]

@@ -13,7 +13,6 @@ from pool.store.ids import JobRef
 from pool.store.inputs import read_input
 from pool.store.jobs import JobStore
 from pool.store.keys import keys_of
-from pool.store.program_positions import ahead_of_program_job
 from pool.store.running import run
 from pool.store.scripts import Command, script
 
@@ -95,19 +94,3 @@ def _erase_command(ref: JobRef, blocks: Sequence[str] = ()) -> Command:
         tombstone=keys.tombstone(ref.token),
         blocks=[keys.input(block) for block in blocks],
     )
-
-
-def ahead(client: Client, ref: JobRef, created_ms: int) -> int:
-    """How many jobs of the model were there before a queued one and still wait. A job that has gone back to the queue
-    counts by when it was first accepted. Of a Program's job: those of its rank. Raises StateUnavailable."""
-    keys = keys_of(ref)
-    pipe = client.pipeline(transaction=False)
-    pipe.hget(keys.job(ref.token), "program")
-    # Further choices of a job have the time 0.
-    pipe.zcount(keys.index, 1, f"({created_ms}")
-    pipe.zcard(keys.leases)
-    with state_errors():
-        program, before, running = pipe.execute()
-        if program is not None:
-            return ahead_of_program_job(client, ref, program.decode())
-    return max(0, int(before) - int(running))

@@ -17,7 +17,7 @@ from pool.store.lifecycle import Lifecycle
 from pool.store.nodes import is_spread
 from pool.store.program_endings import Terms, of_programs
 from pool.store.rebuilding import rebuild
-from pool.store.running import run_many
+from pool.store.running import run, run_many
 from pool.store.scripts import Command, script
 from pool.store.totals import ADD_UP_FROM, add_up
 from pool.store.unloading import Unloading
@@ -26,7 +26,9 @@ DEAD_LETTERS_KEPT = 10_000
 #: Timers looked at in one sweep.
 TIMERS = 100
 #: Commands of a look at one model.
-LOOKS = 4
+LOOKS = 5
+#: Flows of a model (pool/rules/fairness.py) whose virtual time is remembered.
+MOST_FLOWS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +102,24 @@ class Sweeper:
             leases=keys.leases,
             queue=keys.queue,
             index=keys.index,
+            backlog=keys.lanes["backlog"],
             model=keys.model,
             lease=self._lease_ms,
         )
-        return [sweep, ["TIME"], ["ZRANGE", keys.timers, 0, TIMERS - 1, "WITHSCORES"], ["LLEN", keys.tally]]
+        timers: Command = ["ZRANGE", keys.timers, 0, TIMERS - 1, "WITHSCORES"]
+        return [sweep, ["TIME"], timers, ["LLEN", keys.tally], ["ZCARD", keys.lanes["flows"]]]
 
     def act(self, sight: Sight) -> Swept:
         """Do what was seen."""
         keys = sight.keys
-        (code, unloads, *found), clock, timers, tallied = sight.replies
+        (code, unloads, *found), clock, timers, tallied, flows = sight.replies
         if unloads:
             self.unloading(sight.model).go_on()
         with state_errors():
             if tallied >= ADD_UP_FROM:
                 add_up(self._client, keys)
+            if flows > MOST_FLOWS:
+                run(self._client, script("forget")(lanes=keys.lanes, most=MOST_FLOWS))
             due = _due(clock, timers)
             if code == b"hold":
                 return Swept(held=True, expired=self._expire(keys, due))
@@ -127,6 +133,7 @@ class Sweeper:
         def take_back(token: str, blocks: Sequence[str]) -> Command:
             return script("take_back")(
                 **keys.ending(token, blocks),
+                lanes=keys.lanes,
                 sweep=keys.sweep,
                 dead=keys.dead,
                 token=token,
@@ -153,6 +160,7 @@ class Sweeper:
             kind, token = timer
             return script("expire")(
                 **keys.ending(token, blocks),
+                lanes=keys.lanes,
                 sweep=keys.sweep,
                 kind=kind,
                 token=token,

@@ -80,6 +80,7 @@ class Unloading:
         def end(token: str, blocks: Sequence[str]) -> Command:
             return script("unload_job")(
                 **self._keys.ending(token, blocks),
+                lanes=self._keys.lanes,
                 model=self._keys.model,
                 token=token,
                 ttl=self._result_ttl_ms,
@@ -109,6 +110,7 @@ class Unloading:
             program,
             lambda declared: script("program_unload_job")(
                 keys=keys.ended(token, declared.rank),
+                lanes=keys.lanes,
                 **keys.of(program),
                 at=keys.place(declared.rank),
                 front=keys.job(declared.front or token),

@@ -85,6 +85,6 @@ def test_a_call_names_what_the_header_declares(verb: Script) -> None:
 def test_groups_of_keys_are_what_the_store_gives(verb: Script) -> None:
     """The members of each group, in every verb that has it."""
     keys = ProgramKeys("x:0")
-    given = {"at": keys.place("r"), "to": keys.place("r"), "keys": keys.ended("t", "r")}
+    given = {"at": keys.place("r"), "to": keys.place("r"), "keys": keys.ended("t", "r"), "lanes": keys.lanes}
     for name, members in verb.groups:
         assert set(members) == set(given[name])

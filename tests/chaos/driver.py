@@ -177,6 +177,7 @@ class Run:
                 self._expect_none(f"timers of {model.tag}", client.zcard(model.timers))
                 self._expect_none(f"outbox of {model.tag}", client.zcard(model.outbox))
                 self._expect_none(f"entries of {model.tag}", client.xlen(model.queue))
+                self._expect_none(f"lanes of {model.tag}", client.exists(model.lanes["backlog"]))
                 groups = client.xinfo_groups(model.queue) if client.exists(model.queue) else []
                 self._expect_none(f"pending of {model.tag}", sum(group["pending"] for group in groups))
                 self.dead_letters += client.xlen(model.dead)

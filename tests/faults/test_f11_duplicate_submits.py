@@ -66,12 +66,12 @@ def test_f11_one_key_is_one_job(system: System) -> None:
 def test_f11_callers_choose_no_ids(system: System) -> None:
     """Ids are ours: a request that brings one is refused by name, each time alike, and stores nothing."""
     with system.client() as client:
-        before = client.xlen(system.keys().queue)
+        before = client.zcard(system.keys().index)
         for _ in range(2):
             answer = send(system, "say x", id="resp_mine")
             error = answer.json()["error"]
             assert (answer.status_code, error["code"], error["param"]) == (400, "unknown_parameter", "id")
-        assert client.xlen(system.keys().queue) == before
+        assert client.zcard(system.keys().index) == before
     system.assert_recovered()
 
 

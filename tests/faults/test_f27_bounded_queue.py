@@ -84,7 +84,7 @@ def test_f27_a_burst_of_submits_fills_the_bound_exactly(system: System) -> None:
             accepted, refused = split(found)
             assert (len(accepted), len(refused)) == (BOUND - 1, BURST - (BOUND - 1))
             check_refusals(refused)
-            assert client.xlen(system.keys().queue) == BOUND
+            assert client.zcard(system.keys().index) == BOUND
             after = client.dbsize()
             refusal = burst(system, pool, RESPONSES, background=True)
             check_refusals([each.result() for each in refusal])

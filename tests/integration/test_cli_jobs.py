@@ -275,7 +275,7 @@ def test_check_audits_the_live_state(environment: dict[str, str], server: StateS
     job = submitted(environment)
     assert run(environment, "check")[:2] == (0, "No violation.\n")
     client = connect(server.url, max_connections=1)
-    client.delete("gp:{tiny:0}:queue")
+    client.delete("gp:{tiny:0}:backlog")
     client.connection_pool.disconnect()
     code, out, _ = run(environment, "check")
     assert code == 1

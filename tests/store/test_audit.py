@@ -48,12 +48,18 @@ def test_a_sound_system_has_no_violation(scene: dict[str, str], client: Client) 
 
 
 BREAKS: dict[str, tuple[str, str, Callable[[Client, dict[str, str]], object]]] = {
-    "lost entry": ("I1", "queued", lambda c, _: c.xtrim(KEYS.queue, maxlen=0)),
+    "lost entry": ("I1", "running", lambda c, _: c.xtrim(KEYS.queue, maxlen=0)),
+    "lost turn": ("I1", "queued", lambda c, _: c.delete(KEYS.lanes["backlog"])),
+    "turn of nobody": ("I7", "ab", lambda c, _: c.zadd(KEYS.lanes["backlog"], {"1:0a:1:ab:1:1:0": 0})),
+    "turn of one that had it": (
+        "I1", "running",
+        lambda c, t: c.zadd(KEYS.lanes["backlog"], {c.hget(KEYS.job(t["running"]), "turn"): 0}),
+    ),
     "lost index": ("I1", "queued", lambda c, t: c.zrem(KEYS.index, t["queued"])),
     "unended record in no set": (
         "I1",
         "queued",
-        lambda c, t: [c.zrem(KEYS.index, t["queued"], t["queued"] + "#1"), c.xtrim(KEYS.queue, maxlen=0),
+        lambda c, t: [c.zrem(KEYS.index, t["queued"], t["queued"] + "#1"), c.delete(KEYS.lanes["backlog"]),
                       c.delete(KEYS.timers)],
     ),
     "ended twice": ("I1", "completed", lambda c, t: c.zadd(KEYS.index, {t["completed"]: 1})),

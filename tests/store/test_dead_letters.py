@@ -90,7 +90,7 @@ def test_a_retry_is_a_new_job_of_the_same_content(
         n=2,
         seed=2**63 - 1,
         tenant="acme",
-        lane="low",
+        lane="batch",
         params='{"metadata":{"a":"b"}}',
         options=body.options().stored(),
         input=body.prompt.model_dump_json(),
@@ -107,7 +107,7 @@ def test_a_retry_is_a_new_job_of_the_same_content(
     assert options.sampling == body.sampling.model_copy(update={"seed": 2**63 - 1})
     assert options.max_tokens == 9
     assert read_input(client, record.ref) == job.input
-    assert [field_of(client, new, name) for name in ("lane", "watch", "run_timeout_ms")] == ["low", "", "1234"]
+    assert [field_of(client, new, name) for name in ("lane", "watch", "run_timeout_ms")] == ["batch", "", "1234"]
     assert not client.exists(KEYS.dead)
     end(store, new)
 

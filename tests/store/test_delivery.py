@@ -15,7 +15,7 @@ from pool.store.keys import GROUP, ModelKeys
 from pool.store.log import LogEntry, pack, replay_of, unpack
 from pool.store.running import run
 from pool.store.scripts import script
-from tests.builders import completed, delivery, entry, new_job
+from tests.builders import as_if_ranks_waited, completed, delivery, entry, new_job
 
 
 @pytest.fixture
@@ -54,6 +54,7 @@ def test_only_the_owner_of_the_entry_begins(store: JobStore, rank_a: Delivery, c
     """A rank that did not read the entry cannot begin the job, and a lease refuses everybody, until the sweep has ended
     it: also when it has run out. Only its own nonce begins again."""
     job = new_job()
+    as_if_ranks_waited(client)
     store.submit(job)
     keys = ModelKeys("tiny:0")
     ((_, ((entry_id, _),)),) = client.xreadgroup(GROUP, "rank-a", {keys.queue: ">"}, count=1)
@@ -62,7 +63,7 @@ def test_only_the_owner_of_the_entry_begins(store: JobStore, rank_a: Delivery, c
         command = script("begin")(job=keys.job(job.ref.token), queue=keys.queue, leases=keys.leases,
         timers=keys.timers, model=keys.model,
         token=job.ref.token,
-                                  entry=entry_id, rank=rank, nonce=nonce, lease=3000, alone=0)  # fmt: skip
+                                  entry=entry_id, rank=rank, nonce=nonce, guess=1, lease=3000, alone=0)  # fmt: skip
         return bytes(run(client, command)[0])
 
     assert begin("rank-b") == b"not-owner"
@@ -113,6 +114,7 @@ def test_entries_lost_on_the_way_are_found_on_the_next_connection(
     store.submit(new_job())
     (running,) = rank_a.take(1, 10).handouts
     lost = new_job()
+    as_if_ranks_waited(client)
     store.submit(lost)
     client.xreadgroup(GROUP, rank_a.rank, {rank_a.keys.queue: ">"}, count=1)
     reconnected = delivery(redis_url, rank_a.rank)

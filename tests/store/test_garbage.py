@@ -11,7 +11,7 @@ from pool.store.delivery import Delivery
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
 from tasks.maintenance import Maintenance
-from tests.builders import LEASE_MS, delivery, new_job, sweeper, swept_steadily
+from tests.builders import LEASE_MS, as_if_ranks_waited, delivery, new_job, sweeper, swept_steadily
 
 KEYS = ModelKeys("tiny:0")
 NAMELESS: list[dict[bytes, bytes]] = [{b"foo": b"secret"}, {b"job": b"\xff secret"}, {b"job": b"secret"}]
@@ -39,6 +39,7 @@ def test_what_lies_in_a_pending_list_is_dropped_too(store: JobStore, client: Cli
     job = new_job()
     for _ in range(2):
         client.xadd(KEYS.queue, NAMELESS[0])
+    as_if_ranks_waited(client)
     store.submit(job)
     client.xreadgroup(GROUP, "rank-c", {KEYS.queue: ">"}, count=10)
     assert [entry.token for entry in rank.read(10, 10)] == [job.ref.token]

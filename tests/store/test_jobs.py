@@ -28,7 +28,7 @@ def test_a_submitted_job_is_queued_and_readable(store: JobStore, client: Client)
     assert record.created_ms > 0
     assert record.started_ms is None
     assert client.ttl(keys_of(job.ref).job(job.ref.token)) == -1
-    assert client.xlen(keys_of(job.ref).queue) == 1
+    assert client.zcard(keys_of(job.ref).lanes["backlog"]) == 1
     store.cancel(job.ref)
 
 
@@ -37,7 +37,7 @@ def test_submitting_the_same_id_again_changes_nothing(store: JobStore, client: C
     job = new_job()
     store.submit(job)
     store.submit(job)
-    assert client.xlen(keys_of(job.ref).queue) == 1
+    assert client.zcard(keys_of(job.ref).lanes["backlog"]) == 1
     store.cancel(job.ref)
 
 
@@ -61,7 +61,7 @@ def test_the_bound_is_exact_under_parallel_submits(client: Client) -> None:
         thread.join()
     assert len(refused) == 15
     keys = keys_of(jobs[0].ref)
-    assert client.xlen(keys.queue) == 5
+    assert client.zcard(keys.lanes["backlog"]) == 5
     assert not any(client.exists(keys.job(token)) for token in refused)
     for job in jobs:
         if job.ref.token not in refused:
@@ -224,7 +224,7 @@ def test_a_voided_submit_has_no_effect_however_late_it_comes(store: JobStore, cl
         store.submit(late)
     keys = keys_of(late.ref)
     assert not client.exists(keys.job(late.ref.token))
-    assert client.zcard(keys.index) == client.xlen(keys.queue) == 0
+    assert client.zcard(keys.index) == client.zcard(keys.lanes["backlog"]) == 0
     assert client.ttl(keys.tombstone(late.ref.token)) > 0
 
 

@@ -92,6 +92,7 @@ def test_a_lost_group_or_stream_is_rebuilt_from_the_index(
     end(rank_a, 1)
     store.submit(running)
     (handout,) = rank_a.take(1, 10).handouts
+    builders.as_if_ranks_waited(client)
     for job in queued:
         store.submit(job)
     if loss == "group":
@@ -116,6 +117,7 @@ def test_a_stream_lost_while_nobody_reads_is_found_by_the_next_worker(
 ) -> None:
     """The worker that starts afterwards gets what was queued."""
     jobs = [new_job(), new_job(n=2)]
+    builders.as_if_ranks_waited(client)
     for job in jobs:
         store.submit(job)
     client.delete(KEYS.queue)
@@ -132,6 +134,7 @@ def test_a_rebuild_that_is_cut_short_is_taken_up_again(
 ) -> None:
     """Whoever finds the stream gone fails before a single entry is back: the next one finds it gone, too."""
     job = new_job()
+    builders.as_if_ranks_waited(client)
     store.submit(job)
     client.delete(KEYS.queue)
     with pytest.raises(redis.exceptions.NoPermissionError):
@@ -155,13 +158,14 @@ def test_a_running_job_without_an_entry_is_the_sweeps(store: JobStore, client: C
 def test_a_rebuild_of_a_sound_stream_changes_nothing(store: JobStore, client: Client) -> None:
     """It may run at any time, and twice."""
     jobs = [new_job(n=2) for _ in range(3)]
+    builders.as_if_ranks_waited(client)
     for job in jobs:
         store.submit(job)
     assert rebuild(client, KEYS) == 0
     client.delete(KEYS.queue)
     assert rebuild(client, KEYS) == 3
     assert rebuild(client, KEYS) == 0
-    assert client.xlen(KEYS.queue) == 3
+    assert (client.xlen(KEYS.queue), client.zcard(KEYS.lanes["backlog"])) == (0, 3), "none had begun: they wait again"
     for job in jobs:
         store.cancel(job.ref)
 
@@ -171,7 +175,8 @@ def test_a_new_stream_may_use_an_id_again(store: JobStore, client: Client, rank_
     jobs = [new_job() for _ in range(2)]
     for job in jobs:
         store.submit(job)
-    client.delete(KEYS.queue)
+    assert len(rank_a.take(2, 10).handouts) == 2
+    client.delete(KEYS.queue, KEYS.leases)
     assert rebuild(client, KEYS) == 2
     entry = client.hget(KEYS.job(jobs[0].ref.token), "entry")
     client.xdel(KEYS.queue, client.hget(KEYS.job(jobs[1].ref.token), "entry"))

@@ -61,7 +61,7 @@ def test_an_unload_ends_what_waits_and_spares_what_runs(
     jobs = [new_job(n=2) for _ in range(5)]
     for job in jobs[:2]:
         store.submit(job)
-    running = rank_a.take(2, 100).handouts
+    running = rank_a.take(4, 100).handouts
     for job in jobs[2:]:
         store.submit(job)
     read = rank_a.read(1, 100)

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from pool.errors import ModelClosed
+from pool.rules.fairness import BATCH
 from pool.store.connection import Client
+from pool.store.flows import flow_of
 from pool.store.handouts import Handout, Write
 from pool.store.ids import JobRef
 from pool.store.jobs import JobStore
+from pool.store.lane_positions import BAND
 from pool.store.lifecycle import Lifecycle
 from pool.store.programs import Operation
 from pool.store.standing import lost_why
@@ -224,7 +227,7 @@ def test_a_lost_stream_of_a_rank_is_made_again(scene: Scene, store: JobStore) ->
     scene.client.delete(scene.keys.place("a")["stream"])
     assert scene.take() == []
     assert sorted(each.lease.token for each in scene.take()) == sorted(ref.token for ref in sent)
-    assert scene.client.xlen(scene.keys.queue) == 1
+    assert scene.client.zcard(scene.keys.lanes["backlog"]) == 1
     assert scene.end(handout).code == "ok"
     scene.sound()
     store.cancel(plain.ref)
@@ -258,3 +261,17 @@ def test_an_unload_pauses_programs_and_ends_what_waits(scene: Scene) -> None:
     assert scene.end(again).code == "ok" and scene.field("lead", "gen") == "0"
     assert scene.upkeep.join("a", "third")
     assert lost_why(scene.client, scene.keys, "a") == "health_failover"
+
+
+def test_a_program_s_slot_time_is_charged(scene: Scene) -> None:
+    """To its owner's key, in the lane that the request names, beside plain work; what never began is not."""
+    flow = flow_of(BATCH, TENANT, "")
+    scene.arrive("lead", job={"lane": BATCH, "weight": 2})
+    scene.plan()
+    (handout,) = scene.take()
+    scene.client.hset(scene.keys.job(handout.lease.token), mapping={"begun_ms": 2**50, "used_ms": 500})
+    scene.end(handout, ttl_ms=60_000)
+    assert scene.client.zscore(scene.keys.lanes["flows"], flow) % BAND == 250
+    waits = scene.arrive("lead", job={"lane": BATCH})
+    scene.jobs.cancel(waits)
+    assert scene.client.zscore(scene.keys.lanes["flows"], flow) % BAND == 250

@@ -231,6 +231,7 @@ def test_nothing_is_left_of_programs_that_are_over(scene: Scene) -> None:
         scene.due("retention", name)
     assert len(scene.upkeep.expire()) == 2
     lasting = {"members", "placement", "program-events", "tally", "rank-queue:b", "book:b", "dirty", "sweep", "totals"}
+    lasting |= {"flows", "fairness"}
     left = {key.decode().partition("}:")[2] for key in scene.client.scan_iter("gp:*") if scene.client.ttl(key) == -1}
     assert left <= lasting
 

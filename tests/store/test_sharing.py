@@ -14,7 +14,7 @@ from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
 from pool.store.ranks import RankRegistry
 from pool.store.sharing import MOST_HOPS, Sharing
-from tests.builders import completed, delivery, new_job
+from tests.builders import as_if_ranks_waited, completed, delivery, new_job
 
 KEYS = ModelKeys("tiny:0")
 
@@ -156,6 +156,7 @@ def test_alone_nothing_is_told_or_asked(store: JobStore, client: Client, trio: l
 def test_an_entry_with_wild_hops_is_read(store: JobStore, client: Client, trio: list[Replica]) -> None:
     """Anybody can add entries to a stream."""
     fill(store, trio[:1], 1)
+    as_if_ranks_waited(client)
     for hops in ("-1", "x", "9" * 400, "²"):
         job = new_job()
         store.submit(job)

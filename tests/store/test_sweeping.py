@@ -14,7 +14,7 @@ from pool.store.keys import GROUP, ModelKeys
 from pool.store.nodes import server_ms
 from pool.store.sweeping import Swept
 from pool.store.trials import ALL_ALONE, AMONG_OTHERS, AMONG_PROVEN, keep, survived
-from tests.builders import LEASE_MS, completed, entry, new_job, sweeper
+from tests.builders import LEASE_MS, as_if_ranks_waited, completed, entry, entry_of, new_job, sweeper
 from tests.waiting import wait_until
 
 KEYS = ModelKeys("tiny:0")
@@ -303,6 +303,7 @@ def test_a_hand_back_costs_no_delivery(client: Client, rank_a: Delivery, running
 def test_an_entry_that_was_read_but_never_begun_goes_back(client: Client, store: JobStore, rank_b: Delivery) -> None:
     """A worker that died between reading and beginning loses nothing and costs nothing."""
     job = new_job()
+    as_if_ranks_waited(client)
     store.submit(job)
     client.xreadgroup(GROUP, "rank-dead", {KEYS.queue: ">"}, count=1)
     (pending,) = client.xpending_range(KEYS.queue, GROUP, "-", "+", 1)
@@ -317,6 +318,7 @@ def test_an_entry_that_was_read_but_never_begun_goes_back(client: Client, store:
 def test_a_job_whose_pending_entry_was_deleted_gets_another(client: Client, store: JobStore, rank_a: Delivery) -> None:
     """The entry is acknowledged, so that no sweep sees it for ever; its job is found in the index."""
     job = new_job()
+    as_if_ranks_waited(client)
     store.submit(job)
     client.xreadgroup(GROUP, "rank-dead", {KEYS.queue: ">"}, count=1)
     (pending,) = client.xpending_range(KEYS.queue, GROUP, "-", "+", 1)
@@ -357,12 +359,13 @@ def test_an_entry_deleted_before_anybody_read_it_is_missed(client: Client, store
     running, *jobs = [new_job(n=3) for _ in range(3)]
     store.submit(running)
     (handout,) = rank_a.take(1, 10).handouts
+    as_if_ranks_waited(client)
     for job in jobs:
         store.submit(job)
     steady(client)
     assert sweeper(client).sweep("tiny") == Swept()
     assert client.hget(KEYS.sweep, "rebuilt_ms") is None
-    client.xdel(KEYS.queue, client.hget(KEYS.job(jobs[0].ref.token), "entry"))
+    client.xdel(KEYS.queue, entry_of(client, jobs[0]))
     assert sweeper(client).sweep("tiny") == Swept(requeued=1)
     assert {taken.lease.token for taken in rank_a.take(5, 10).handouts} == {job.ref.token for job in jobs}
     client.xdel(KEYS.queue, client.hget(KEYS.job(handout.lease.token), "entry"))

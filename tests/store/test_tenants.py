@@ -36,7 +36,7 @@ def test_a_tenant_holds_no_more_than_its_limit(store: JobStore, client: Client) 
     store.submit(job("a", n=2))
     before = sorted(client.scan_iter())
     why = refused(store, job("a"))
-    assert why.startswith("key_queue_full") and "holds 2 generations" in why and "limit of 2" in why
+    assert why.startswith("fairness_key_queue_full") and "holds 2 generations" in why and "limit of 2" in why
     assert sorted(client.scan_iter()) == before
     store.submit(job("ab", n=2))
     store.submit(job("b"))

@@ -43,7 +43,7 @@ def test_a_job_that_nobody_begins_fails_after_its_queue_timeout(store: JobStore,
     assert sweeper(client).sweep("tiny").expired == 1
     record = store.read(job.ref)
     assert (record.state, record.error_code, record.attempt) == ("failed", "queue_timeout", 0)
-    assert client.xlen(KEYS.queue) == 0
+    assert client.zcard(KEYS.lanes["backlog"]) == 0
     assert client.exists(KEYS.timers, KEYS.index) == 0
 
 

@@ -185,13 +185,13 @@ def test_a_job_whose_record_vanished_is_counted_as_such(client: Client, store: J
     """So that what was submitted never shrinks."""
     job = new_job(n=2)
     store.submit(job)
-    client.delete(KEYS.job(job.ref.token), KEYS.queue)
+    client.delete(KEYS.job(job.ref.token), KEYS.queue, KEYS.lanes["backlog"])
     client.zrem(KEYS.timers, f"queue:{job.ref.token}")
     before = totals(client)
     # As two sweeps do at once.
     command = script("reenqueue")(
         job=KEYS.job(job.ref.token), queue=KEYS.queue, index=KEYS.index, leases=KEYS.leases, timers=KEYS.timers,
-        tally=KEYS.tally, token=job.ref.token,
+        tally=KEYS.tally, lanes=KEYS.lanes, token=job.ref.token,
     )  # fmt: skip
     assert run_many(client, [command, command]) == [[b"void"], [b"void"]]
     found = totals(client)

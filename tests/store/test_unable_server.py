@@ -72,7 +72,7 @@ def test_a_submit_that_was_given_up_is_not_carried_out_later(
     )
     keys = keys_of(late.ref)
     assert not client.exists(keys.job(late.ref.token))
-    assert client.zcard(keys.index) == client.xlen(keys.queue) == 1
+    assert client.zcard(keys.index) == client.zcard(keys.lanes["backlog"]) == 1
     store.submit(late)
     for job in (accepted, late):
         store.cancel(job.ref)

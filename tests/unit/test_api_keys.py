@@ -51,6 +51,11 @@ BROKEN = [
     f"alice user sha256:{DIGEST} pending=0",
     f"alice user sha256:{DIGEST} pending=10001",
     f"alice user sha256:{DIGEST} limit=5",
+    f"alice user sha256:{DIGEST} weight=0",
+    f"alice user sha256:{DIGEST} weight=101",
+    f"alice user sha256:{DIGEST} fairness_keys=2",
+    f"alice user sha256:{DIGEST} highest_lane=first",
+    f"alice user sha256:{DIGEST} highest_lane=batch highest_lane=batch",
     f"alice user sha256:{DIGEST} max_programs=0",
     f"alice user sha256:{DIGEST} max_programs=1.5",
     f"alice user sha256:{DIGEST} max_priority=2147483648",
@@ -143,3 +148,12 @@ def test_an_address_that_others_reach_needs_keys() -> None:
         check_exposed(host, keyed=True)
         with pytest.raises(ConfigurationError, match="no API keys are configured"):
             check_exposed(host, keyed=False)
+
+
+def test_a_line_says_how_jobs_wait() -> None:
+    """Weight, cap, lanes and fairness keys come back as they were given."""
+    limits = KeyLimits(weight=3, inflight=2, highest_lane="normal", fairness_keys=1)
+    _, line = new_key("alice", limits=limits)
+    assert line.endswith(" weight=3 inflight=2 highest_lane=normal fairness_keys=1")
+    (key,) = parse_keys(line, "test")
+    assert key.limits == limits

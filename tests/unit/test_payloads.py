@@ -83,3 +83,13 @@ def test_the_celery_door_takes_them_all() -> None:
     assert found == Sampling.model_validate(options | {"stop_token_ids": (3,)})
     with pytest.raises(InvalidRequest, match="top_logprobs"):
         request_of({"model": "m", "prompt": "x", **options, "top_logprobs": 21})
+
+
+def test_the_celery_door_takes_lanes() -> None:
+    """And fairness keys; what is no lane is refused by name."""
+    found = request_of({"model": "m", "prompt": "x", "lane": "batch", "fairness_key": "a"})
+    assert (found.lane, found.fairness_key) == ("batch", "a")
+    assert request_of({"model": "m", "prompt": "x"}).lane == "normal"
+    for name, value in (("lane", "first"), ("lane", 1), ("fairness_key", 1), ("fairness_key", "x" * 257)):
+        with pytest.raises(InvalidRequest, match=name):
+            request_of({"model": "m", "prompt": "x", name: value})

@@ -93,7 +93,16 @@ class PlayingWorker:
         for key in self.client.scan_iter(match=f"gp:{{{MODEL}:0}}:log:*"):
             self.client.pexpire(key, 1000)
         keys = self.keys
-        self.client.delete(keys.index, keys.leases, keys.queue, keys.ranks, keys.outbox, keys.timers)
+        self.client.delete(
+            keys.index,
+            keys.leases,
+            keys.queue,
+            keys.ranks,
+            keys.outbox,
+            keys.timers,
+            keys.tenants,
+            *keys.lanes.values(),
+        )
 
     @property
     def held(self) -> int:

@@ -106,7 +106,7 @@ def test_without_identity_a_request_takes_the_plain_path(app: ProgramApp) -> Non
     """Hints and ids of requests alone make no Program."""
     for body in ({}, context(request_id="r", priority=5), {"vllm_xargs": {}}, {"vllm_xargs": None, "agent_hint": None}):
         assert app.post(headers={"x-request-id": "r"}, **body).status_code == 200
-    assert app.client.xlen(f"gp:{{{MODEL}:0}}:queue") == 4
+    assert app.client.zcard(f"gp:{{{MODEL}:0}}:backlog") == 4
     assert list(app.client.scan_iter(match="gp:*:program:*")) == []
 
 

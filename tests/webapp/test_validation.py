@@ -103,11 +103,8 @@ UNSUPPORTED = {
         "include": ["reasoning.encrypted_content"],
         "reasoning": {"effort": "low"},
         "truncation": "auto",
-        "lane": "batch",
-        "fairness_key": "a",
         "prompt": {"id": "p"},
         "stream_options": {"include_obfuscation": True},
-        "service_tier": "flex",
     },
     CHAT: {
         "tools": [{"type": "function", "function": {"name": "f"}}],
@@ -122,7 +119,6 @@ UNSUPPORTED = {
         "reasoning_effort": "low",
         "web_search_options": {},
         "background": True,
-        "lane": "batch",
         "program_id": "p",
     },
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pool.rules.fairness import TIERS
 from pool.store.records import JobRecord
 from webapp.rendering.chunks import ChunkStream, usage_of
 from webapp.rendering.logprobs import Shown
@@ -27,7 +28,7 @@ def chat_completion(record: JobRecord, shown: Sequence[Shown | None]) -> dict[st
             for index, (output, told) in enumerate(zip(record.outputs, shown, strict=True))
         ],
         "usage": usage_of(record),
-        "service_tier": "default",
+        "service_tier": TIERS[record.lane],
         "system_fingerprint": None,
     }
 
@@ -55,4 +56,4 @@ class ChatStream(ChunkStream):
 
     def extras(self) -> dict[str, Any]:
         """As in the whole answer."""
-        return {"service_tier": "default"}
+        return {"service_tier": TIERS[self._record.lane]}

@@ -21,6 +21,7 @@ from typing import Any
 
 from pool.errors import GenpoolError
 from pool.rules import jobs
+from pool.rules.fairness import TIERS
 from pool.store.jobs import View
 from pool.store.log import LogEntry
 from pool.store.records import JobRecord, Output
@@ -81,7 +82,7 @@ def _response(record: JobRecord, status: str) -> dict[str, Any]:
         "previous_response_id": params.get("previous_response_id"),
         "reasoning": {"effort": None, "summary": None},
         "safety_identifier": params.get("safety_identifier"),
-        "service_tier": "default",
+        "service_tier": TIERS[record.lane],
         "store": record.store,
         "temperature": params.get("temperature", 1.0),
         "text": {"format": {"type": "text"}},

@@ -7,8 +7,9 @@ from flask import Blueprint, Response, jsonify, request
 from pool.errors import InvalidRequest
 from pool.rules import jobs
 from pool.store.jobs import View
+from pool.store.lane_positions import ahead
 from pool.store.log import texts_of
-from pool.store.stored_jobs import ahead, erase
+from pool.store.stored_jobs import erase
 from webapp.auth import own_view
 from webapp.bodies import json_object
 from webapp.conversations import conversation, input_items
@@ -101,7 +102,7 @@ def _shown(view: View) -> Response:
     shown = shown_of(view.entries, record.n, node.vocabulary_of(record.model))
     answer = response_object(record, texts_of(view.entries, record.n), listed(shown))
     if record.state == jobs.QUEUED:
-        answer["queue_position"] = ahead(node.services.client, record.ref, record.created_ms)
+        answer["queue_position"] = ahead(node.services.client, record.ref)
     return jsonify(answer)
 
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from werkzeug.datastructures import MultiDict
 
 from pool.errors import InvalidRequest
+from pool.rules.fairness import Lane
 from webapp.schemas.dialect import Schema, validated, without_unsupported
 from webapp.schemas.responses import once
 
@@ -55,6 +56,17 @@ def _validated(kind: type[T], body: Mapping[str, Any]) -> T:
     except InvalidRequest as error:
         error.code = INVALID_LOAD
         raise
+
+
+class JobChange(Schema):
+    """The body of PATCH /v1/admin/jobs/{id}."""
+
+    lane: Lane
+
+
+def job_change(body: Mapping[str, Any]) -> JobChange:
+    """The body as a JobChange. Raises InvalidRequest."""
+    return validated(JobChange, without_unsupported(body, frozenset(JobChange.model_fields), {}))
 
 
 _FLAGS: Mapping[str, bool] = {"1": True, "true": True, "0": False, "false": False}

@@ -129,7 +129,7 @@ class Response(Answer):
     previous_response_id: str | None
     reasoning: dict[str, Any]
     safety_identifier: str | None
-    service_tier: Literal["default"]
+    service_tier: Literal["default", "flex", "priority"]
     store: bool
     temperature: float
     text: dict[str, Any]
@@ -258,7 +258,7 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    service_tier: Literal["default"]
+    service_tier: Literal["default", "flex", "priority"]
     system_fingerprint: None
 
 
@@ -422,3 +422,64 @@ class Health(Answer):
     status: Literal["ok", "ready"]
     models: dict[str, str] | None = None
     catalogue: CatalogueStanding | None = None
+
+
+class WaitingKey(Answer):
+    """One fairness key in one lane. `key`: its hash; `in_flight`: choices of it, in all lanes; `weight`: of its next
+    generation; `virtual_seconds`: slot time it was given, for weight 1, less is served first; `expected_seconds`: what
+    a choice of it is taken to need."""
+
+    key: str
+    waiting: int
+    oldest_wait_seconds: float
+    in_flight: int
+    weight: int | None
+    virtual_seconds: float
+    expected_seconds: float
+
+
+class WaitingLane(Answer):
+    """`owed_seconds`: slot time it is owed by higher lanes."""
+
+    lane: Literal["interactive", "normal", "batch"]
+    waiting: int
+    oldest_wait_seconds: float
+    owed_seconds: float
+    keys: list[WaitingKey]
+
+
+class ModelQueue(Answer):
+    """`hidden_keys`: those beyond a thousand."""
+
+    model: str
+    lanes: list[WaitingLane]
+    hidden_keys: int
+
+
+class ModelQueues(Answer):
+    """What waits, by model, lane and key."""
+
+    object: Literal["list"]
+    data: list[ModelQueue]
+
+
+class Job(Answer):
+    """How a generation stands."""
+
+    id: str
+    object: Literal["job"]
+    model: str
+    status: str
+    lane: Literal["interactive", "normal", "batch"]
+    key: str
+    n: int
+    background: bool
+    attempt: int
+    rank: str | None
+    created_ms: int
+    started_ms: int | None
+    finished_ms: int | None
+    prompt_tokens: int | None
+    output_tokens: int | None
+    error_code: str | None
+    queue_position: int | None

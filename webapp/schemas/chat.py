@@ -88,6 +88,7 @@ class ChatRequest(Chunked):
             model=self.model,
             prompt=ChatPrompt(messages=messages),
             sampling=self.sampling(),
+            **self.turn(),
             max_tokens=limit,
             n=self.n,
         )

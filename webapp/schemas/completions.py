@@ -66,6 +66,7 @@ class CompletionRequest(Chunked):
             model=self.model,
             prompt=TextPrompt(text=prompt) if isinstance(prompt, str) else TokenPrompt(token_ids=tuple(prompt)),
             sampling=self.sampling(),
+            **self.turn(),
             max_tokens=self.max_tokens,
             n=self.n,
         )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from pool.errors import InvalidRequest
+from pool.rules.fairness import NORMAL, TIERS, Lane
 from tasks.payloads import (
     MAX_MODEL_CHARS,
     MAX_SEED,
@@ -53,6 +54,8 @@ def _listed(value: Any) -> Any:
     """One stop string is a list of one."""
     return [value] if isinstance(value, str) else value
 
+
+LANE_OF_TIER = {tier: lane for lane, tier in TIERS.items()}
 
 _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
@@ -107,6 +110,21 @@ class Generation(Schema):
     queue_timeout_seconds: Seconds | None = None
     run_timeout_seconds: Seconds | None = None
     deadline_seconds: Seconds | None = None
+    lane: Lane | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    fairness_key: Identifier | None = None
+
+    def turn(self) -> dict[str, Any]:
+        """How it waits for its turn, by the names of GenerationRequest. Public clients name a lane by `service_tier`.
+
+        Raises InvalidRequest where both are given and differ.
+        """
+        asked = None if self.service_tier in (None, "auto") else LANE_OF_TIER[self.service_tier]
+        if self.lane is not None and asked is not None and asked != self.lane:
+            raise InvalidRequest(
+                f"service_tier {self.service_tier} is lane {asked}, but lane is {self.lane}.", param="service_tier"
+            )
+        return {"lane": self.lane or asked or NORMAL, "fairness_key": self.fairness_key or ""}
 
     def timeouts(self) -> dict[str, int]:
         """The job's time limits that the request names, in ms, by the record's field names."""
@@ -185,13 +203,10 @@ def never(value: Any) -> bool:  # noqa: ARG001 - one signature for all
 UNSUPPORTED: Mapping[str, Neutral] = {
     "tools": empty,
     "tool_choice": only("auto", "none"),
-    "service_tier": only("auto", "default"),
     "moderation": never,
     "prompt_cache_key": never,
     "prompt_cache_options": empty,
     "prompt_cache_retention": never,
-    "lane": never,
-    "fairness_key": never,
     "program_id": never,
 }
 

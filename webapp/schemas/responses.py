@@ -104,6 +104,7 @@ class ResponsesRequest(Generation):
             model=self.model,
             prompt=ChatPrompt(messages=tuple(turns)),
             sampling=self.sampling(),
+            **self.turn(),
             max_tokens=self.max_output_tokens,
         )
 

@@ -1,5 +1,4 @@
--- arrive: accept a job of a Program, or leave nothing behind. Where the Program has its place, the job goes to its rank;
--- else it waits in the Program's pool.
+-- arrive: accept a job of a Program, or leave nothing behind. It goes to the Program's rank, or waits in the Program's pool.
 -- KEY job hash the job record, no TTL until it ends
 -- KEY index zset
 -- KEY timers zset
@@ -22,6 +21,8 @@
 -- ARG deadline ms 0 for none
 -- ARG reader ms 0 for none
 -- ARG data list
+-- ARG flow str
+-- ARG terms str
 -- ARG fields list name, value ... of the job record
 -- ARG id str of the Program
 -- ARG rank str that it is bound to, or will be
@@ -52,7 +53,7 @@ fields[#fields + 1], fields[#fields + 2] = 'generation', p.gen
 local ticket = string.format('%s:%.0f:%.0f:%s', token, at.ms, priority, expected)
 fields[#fields + 1], fields[#fields + 2] = 'ticket', ticket
 -- Below zero: the sweep counts by scores above it what the model's own stream must hold.
-enlist('0-0', -at.ms, at.ms)
+enlist(-at.ms, at.ms, at.ms .. '000')
 local where = place_job(at, p, ticket, job, force, deadline_force)
 save(p)
 changed(at)

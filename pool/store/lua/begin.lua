@@ -11,6 +11,7 @@
 -- ARG entry str stream entry that was read
 -- ARG rank str consumer that read it
 -- ARG nonce str random fence of the new attempt
+-- ARG guess ms that its entry says a choice was taken to need
 -- ARG lease ms
 -- ARG alone how far: 0 others begin beside it, 1 only jobs that have shown tokens run there, 2 nothing else runs there,
 --   or it has waited for that long enough
@@ -19,4 +20,4 @@
 -- RETURN {"ok", attempt, alone, options, prompt, input, n, seed, tokens, watch, task_id, created_ms, celery,
 --   tenant} | {"alone"} | {"dropped"} | {"not-owner"} | {"leased"} | {"unloading"}; input only where the prompt is not
 --   tokenized yet; where both lie in blocks, these follow: blocks, prompt_blocks
-return beginning()
+return beginning(guess)

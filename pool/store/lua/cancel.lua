@@ -12,7 +12,7 @@
 -- KEYS blocks hash those of its input, in order
 -- ARG token str
 -- ARG ttl ms
--- INCLUDE clock kept inputs finish
+-- INCLUDE clock kept inputs lanes withdrawing entries charge finish
 -- FLAGS allow-oom
 -- RETURN {"ok", watch, rank} | {"ended", state} | {"gone"} | {"blocks", ids} to be declared
 --   | {"program", P} whose job it is: program_cancel does it

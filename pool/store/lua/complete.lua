@@ -19,7 +19,7 @@
 -- ARG state str terminal state
 -- ARG ttl ms
 -- ARG fields list name, value ... of the terminal record
--- INCLUDE clock kept inputs finish
+-- INCLUDE clock kept inputs lanes withdrawing entries charge finish
 -- FLAGS allow-oom
 -- RETURN {"ok", watch} | {"resend", log end} | {"stale", state} | {"gone"}
 local seen = redis.call('HMGET', job, unpack(ENDING))

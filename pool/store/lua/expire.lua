@@ -15,7 +15,7 @@
 -- ARG token str
 -- ARG ttl ms
 -- ARG lease ms
--- INCLUDE clock gap due kept inputs finish
+-- INCLUDE clock gap due kept inputs lanes withdrawing entries charge finish
 -- FLAGS allow-oom
 -- RETURN {"failed", watch, rank} | {"cancelled", watch, rank} | {"early"} | {"void"}
 --   | {"blocks", ids} to be declared | {"program", P} whose job it is: program_expire does it

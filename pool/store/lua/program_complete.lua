@@ -21,7 +21,7 @@
 -- ARG id str of the Program
 -- ARG rank str that the Program is bound to
 -- ARG front_token str
--- INCLUDE clock kept inputs finish record book figures waiting place rest concerned settle
+-- INCLUDE clock kept inputs lanes withdrawing entries charge finish record book figures waiting place rest concerned settle
 -- FLAGS allow-oom
 -- RETURN {"ok", watch} | {"resend", log end} | {"stale", state} | {"gone"}
 --   | {"moved", rank} | {"front", token, log end} to be declared

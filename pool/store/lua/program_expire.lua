@@ -13,7 +13,7 @@
 -- ARG id str of the Program
 -- ARG rank str that the Program is bound to
 -- ARG front_token str
--- INCLUDE clock gap due kept inputs finish record book figures waiting place rest concerned
+-- INCLUDE clock gap due kept inputs lanes withdrawing entries charge finish record book figures waiting place rest concerned
 -- FLAGS allow-oom
 -- RETURN {"failed", watch, rank} | {"cancelled", watch, rank} | {"early"} | {"void"}
 --   | {"blocks", ids} | {"moved", rank} | {"front", token} to be declared

@@ -15,7 +15,7 @@
 -- ARG id str of the Program
 -- ARG rank str that the Program is bound to
 -- ARG front_token str
--- INCLUDE clock requeue blame kept inputs finish record book figures waiting place rest concerned put_back
+-- INCLUDE clock requeue blame kept inputs lanes withdrawing entries charge finish record book figures waiting place rest concerned put_back
 -- FLAGS allow-oom
 -- RETURN {"requeued", watch, rank} | {"poison", watch, rank} | {"live"} | {"ended"}
 --   | {"blocks", ids} | {"moved", rank} | {"front", token} to be declared

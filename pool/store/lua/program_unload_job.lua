@@ -13,7 +13,7 @@
 -- ARG id str of the Program
 -- ARG rank str that the Program is bound to
 -- ARG front_token str
--- INCLUDE clock kept inputs finish unloading record book figures waiting place rest concerned
+-- INCLUDE clock kept inputs lanes withdrawing entries charge finish unloading record book figures waiting place rest concerned
 -- FLAGS allow-oom
 -- RETURN {"ok", watch, rank} | {"busy"} | {"kept"} | {"ended", state} | {"gone"} | {"blocks", ids} | {"moved", rank}
 --   | {"front", token} to be declared

@@ -14,6 +14,12 @@
 -- RETURN {"requeued"} | {"live"} | {"dropped"}
 if #redis.call('XPENDING', queue, 'workers', 'IDLE', idle, entry, entry, 1) == 0 then return {'live'} end
 local seen = redis.call('HMGET', job, 'state', 'entry')
+local there = redis.call('XRANGE', queue, entry, entry)[1]
+-- One that no rank has begun since it was moved there is not in the record yet.
+if seen[2] == '0-0' and there and there[2][2] == token and there[2][4] then
+  redis.call('HSET', job, 'entry', entry, 'guess_ms', there[2][4])
+  seen[2] = entry
+end
 if seen[2] ~= entry or (seen[1] ~= 'queued' and seen[1] ~= 'running') then
   redis.call('XACK', queue, 'workers', entry)
   redis.call('XDEL', queue, entry)

@@ -4,6 +4,7 @@
 -- KEY told hash
 -- KEY places zset
 -- KEY queue stream
+-- KEY hungry zset
 -- ARG rank str
 -- ARG incarnation str
 -- FLAGS allow-oom
@@ -11,6 +12,7 @@
 if redis.call('HGET', record, 'incarnation') ~= incarnation then return {'taken'} end
 redis.call('DEL', record)
 redis.call('ZREM', ranks, rank)
+redis.call('ZREM', hungry, rank)
 redis.call('HDEL', told, rank)
 redis.call('ZREM', places, rank)
 local pending = redis.pcall('XPENDING', queue, 'workers', '-', '+', 1, rank)

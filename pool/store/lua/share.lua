@@ -13,6 +13,7 @@
 -- ARG tokens list
 -- ARG entries list
 -- ARG hops list of each entry
+-- ARG guesses list ms of each entry
 -- INCLUDE clock
 -- FLAGS allow-oom
 -- RETURN {1 for an entry that has gone back, else 0 ...}
@@ -46,12 +47,14 @@ local reply = {}
 for i, job in ipairs(jobs) do
   reply[i] = 0
   local seen = redis.call('HMGET', job, 'state', 'entry', 'crashes')
-  local is_fresh = seen[1] == 'queued' and seen[2] == entries[i] and tonumber(seen[3] or 0) == 0
+  local is_own = seen[2] == entries[i] or seen[2] == '0-0' -- of one that never began the record knows no entry
+  local is_fresh = seen[1] == 'queued' and is_own and tonumber(seen[3] or 0) == 0
   if is_fresh and tonumber(hops[i]) < most and emptiest() ~= own then
     reply[i] = 1
     redis.call('XACK', queue, 'workers', entries[i])
     redis.call('XDEL', queue, entries[i])
-    redis.call('HSET', job, 'entry', redis.call('XADD', queue, '*', 'job', tokens[i], 'hops', hops[i] + 1))
+    local fresh = redis.call('XADD', queue, '*', 'job', tokens[i], 'guess', guesses[i], 'hops', hops[i] + 1)
+    if seen[2] ~= '0-0' then redis.call('HSET', job, 'entry', fresh) end
   end
 end
 return reply

@@ -4,13 +4,14 @@
 -- impossible: then nothing expires for a full lease.
 -- After a clock that went back, leases lie ahead by as much: they are cut to a full one, or a dead rank would keep its
 -- jobs for that long.
--- Every unended job has one entry, so a stream that is shorter than that has lost some. A running job whose entry is
+-- Every unended job waits in its lane or has one entry, so when those are fewer, some are lost. A running job whose entry is
 -- gone ends without it, so this is told once in four leases at most.
 -- Consumers that hold nothing and have not read for two leases belong to ranks that are gone, and go too.
 -- KEY sweep hash
 -- KEY leases zset
 -- KEY queue stream
 -- KEY index zset
+-- KEY backlog zset
 -- KEY model hash
 -- ARG lease ms
 -- INCLUDE clock
@@ -47,7 +48,8 @@ end
 local missing = 0
 local since_ms = at_ms - tonumber(seen[3] or 0)
 -- Further choices of a job have no time in the index.
-if (since_ms < 0 or since_ms > 4 * lease) and redis.call('ZCOUNT', index, 1, '+inf') > redis.call('XLEN', queue) then
+local placed = redis.call('XLEN', queue) + redis.call('ZCARD', backlog)
+if (since_ms < 0 or since_ms > 4 * lease) and redis.call('ZCOUNT', index, 1, '+inf') > placed then
   missing = 1
   redis.call('HSET', sweep, 'rebuilt_ms', at_ms)
 end

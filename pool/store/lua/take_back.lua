@@ -18,7 +18,7 @@
 -- ARG cap attempts without a token that may be lost in a row
 -- ARG ttl ms
 -- ARG keep dead letters kept
--- INCLUDE clock requeue blame kept inputs finish
+-- INCLUDE clock requeue blame kept inputs lanes withdrawing entries charge finish
 -- FLAGS allow-oom
 -- RETURN {"requeued", watch, rank} | {"poison", watch, rank} | {"live"} | {"ended"} | {"blocks", ids} to be declared
 --   | {"program", P} whose job it is: program_take_back does it

@@ -14,7 +14,7 @@
 -- ARG token str
 -- ARG ttl ms
 -- ARG late ms behind the time to drain, in which its worker hands it back
--- INCLUDE clock kept inputs finish unloading
+-- INCLUDE clock kept inputs lanes withdrawing entries charge finish unloading
 -- FLAGS allow-oom
 -- RETURN {"ok", watch, rank} | {"busy"} it has begun | {"kept"} the model is not being unloaded | {"ended", state} | {"gone"}
 --   | {"blocks", ids} to be declared | {"program", P} whose job it is: program_unload_job does it

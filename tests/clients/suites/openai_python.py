@@ -287,7 +287,7 @@ def test_400(client: OpenAI) -> None:
         ({"input": "x", "temperature": 9}, "temperature"),
         ({"input": ""}, "input"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
-        ({"input": "x", "extra_body": {"lane": "batch"}}, "lane"),
+        ({"input": "x", "extra_body": {"lane": "first"}}, "lane"),
         ({"input": "x", "extra_body": {"no_such_option": 1}}, "no_such_option"),
     ):
         with pytest.raises(openai.BadRequestError) as error:

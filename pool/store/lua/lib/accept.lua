@@ -23,9 +23,10 @@ local function refusal(at_ms, many)
   return blocks[1] and hold(token, blocks, data)
 end
 
--- Record, index, tenants and timers. `score`: of the index.
-local function enlist(entry, score, at_ms)
-  redis.call('HSET', job, 'state', 'queued', 'entry', entry, 'created_ms', at_ms, unpack(fields))
+-- Record, index, tenants and timers. `score`: of the index; `order`: the time in us. Returns its turn.
+local function enlist(score, at_ms, order)
+  local turn = table.concat({flow, '1' .. order, token, terms}, ':')
+  redis.call('HSET', job, 'state', 'queued', 'entry', '0-0', 'created_ms', at_ms, 'turn', turn, unpack(fields))
   redis.call('ZADD', index, score, token)
   if own_cap > 0 then redis.call('ZADD', tenants, 0, tenant .. ':' .. token) end
   for choice = 1, n - 1 do
@@ -35,4 +36,5 @@ local function enlist(entry, score, at_ms)
   redis.call('ZADD', timers, at_ms + queue_timeout, 'queue:' .. token)
   if deadline > 0 then redis.call('ZADD', timers, at_ms + deadline, 'deadline:' .. token) end
   if reader > 0 then redis.call('ZADD', timers, at_ms + reader, 'reader:' .. token) end
+  return turn
 end

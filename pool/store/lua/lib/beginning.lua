@@ -1,9 +1,12 @@
--- How an attempt begins, over what begin and program_begin declare by the same names. Returns the reply of begin.
-local function beginning()
+-- How an attempt begins, over what begin and program_begin declare by the same names. Returns the reply of begin. `guess`: what
+-- the entry says that a choice was taken to need, nil for a Program's job. The first entry that begins is the job's own:
+-- a job that was moved into the stream has no other.
+local function beginning(guess)
   local seen = redis.call('HMGET', job, 'state', 'entry', 'crashes', 'attempt', 'nonce', 'started_ms', 'run_timeout_ms',
     'options', 'prompt', 'n', 'seed', 'tokens', 'watch', 'task_id', 'created_ms', 'celery', 'blocks', 'suspect', 'begun_tokens',
-    'run_left_ms', 'tenant')
-  if seen[2] ~= entry or (seen[1] ~= 'queued' and seen[1] ~= 'running') then
+    'run_left_ms', 'tenant', 'guess_ms')
+  local is_first = guess and seen[2] == '0-0'
+  if not is_first and seen[2] ~= entry or (seen[1] ~= 'queued' and seen[1] ~= 'running') then
     redis.call('XACK', queue, 'workers', entry)
     redis.call('XDEL', queue, entry)
     return {'dropped'}
@@ -21,7 +24,8 @@ local function beginning()
   if alone < needed and not begun then return {'alone'} end
   local attempt = tonumber(seen[4] or 0) + (begun and 0 or 1)
   redis.call('HSET', job, 'state', 'running', 'attempt', attempt, 'nonce', nonce, 'rank', rank,
-    'started_ms', seen[6] or at_ms, 'begun_tokens', logged)
+    'started_ms', seen[6] or at_ms, 'begun_tokens', logged, 'begun_ms', at_ms, 'entry', entry,
+    'guess_ms', is_first and guess or seen[22] or 0)
   if needed == 0 and seen[3] then redis.call('HDEL', job, 'crashes', 'suspect', 'blamed') end
   -- The run timer begins, or goes on where a requeue has paused it; a repeated begin finds neither.
   local run_ms = seen[20] or not seen[6] and seen[7]

@@ -1,12 +1,12 @@
--- The one place where a job becomes terminal: state, ack, delete, indexes, timers, TTL, tombstone and outbox together.
+-- The one place where a job becomes terminal: state, ack, delete, lanes, indexes, timers, TTL, tombstone and outbox together.
 -- `seen` holds the record's fields of ENDING, `values` the terminal ones to write, name by name.
 -- Returns the nodes to wake, and the rank that may still be working on it.
 local ENDING = {'state', 'entry', 'celery', 'watch', 'rank', 'tombstone_ms', 'n', 'tokens', 'attempt', 'nonce',
-  'blocks', 'store', 'created_ms', 'started_ms', 'prompt_tokens', 'tenant', 'counted', 'program'}
+  'blocks', 'store', 'created_ms', 'started_ms', 'prompt_tokens', 'tenant', 'counted', 'program',
+  'turn', 'guess_ms', 'begun_ms', 'used_ms'}
 -- How much longer than the record its log and its input stay: whoever has read the record reads them whole.
 local LINGER_MS = 60000
-
--- Upper bounds of the histograms of waits and runs; pool/store/totals.py knows them too.
+-- Upper bounds of histograms; pool/store/totals.py knows them too.
 local BOUNDS_MS = {10, 50, 100, 500, 1000, 5000, 10000, 60000, 300000, 600000, 3600000}
 
 local function within(ms)
@@ -32,9 +32,10 @@ local function line_of(seen, state, at_ms, values)
 end
 
 local function finish(keys, token, seen, state, ttl_ms, at_ms, values)
-  local _, entry, celery, watch, rank, tombstone_ms, n = unpack(seen)
+  local _, _, celery, watch, rank, tombstone_ms, n = unpack(seen)
   local tenant, counted = seen[16] or '', seen[17]
   redis.call('HSET', keys.job, 'state', state, 'finished_ms', at_ms, unpack(values))
+  local entry = leave_lanes(keys.queue, token, seen, at_ms)
   redis.call('XACK', keys.queue, 'workers', entry)
   redis.call('XDEL', keys.queue, entry)
   redis.call('RPUSH', keys.tally, line_of(seen, state, at_ms, values))
