@@ -121,12 +121,12 @@ def _state(settings: Settings, clock: Callable[[], float]) -> Generator[Finding,
     try:
         with state_errors():
             servers = nodes(client)
-        for server in servers:
-            for finding in _server(server, clock):
-                yield replace(finding, check=f"{finding.check} {name_of(client, server)}".rstrip())
         yield _writable(JobStore(client, result_ttl_ms=1, pending_per_model=1), list(settings.models))
         if is_spread(client):
             yield _cluster(servers[0])
+        for server in servers:
+            for finding in _server(server, clock):
+                yield replace(finding, check=f"{finding.check} {name_of(client, server)}".rstrip())
         for model in enabled_models(settings):
             live = RankRegistry(client, model).live()
             ranks += live
