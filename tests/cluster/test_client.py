@@ -211,7 +211,7 @@ def test_doctor_looks_at_every_node(cluster: StateCluster, tmp_path: Path) -> No
     assert policies == {
         f"state memory policy {node.address}": FAILED if node is odd else OK for node in cluster.primaries
     }
-    assert found["state cluster"].detail == "all slots are served; 3 slot ranges without a replica"
+    assert found["state cluster"].detail == "all slots are served; 3 of 3 nodes have no replica"
     assert (found["state writable"].status, found[f"clock {odd.address}"].status) == (OK, OK)
 
 
