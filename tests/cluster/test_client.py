@@ -124,14 +124,26 @@ def test_a_slot_that_is_being_moved_serves_what_is_whole(
 def test_a_blocked_read_is_woken_at_its_node(cluster: StateCluster) -> None:
     """A worker that leaves wakes its own read, at whichever node it waits."""
     rank = builders.delivery(cluster.url)
-    for _ in range(2):
-        woken = threading.Thread(target=lambda: rank.read(1, 4500))
-        woken.start()
-        owner = cluster.owner(TINY.queue)
-        wait_until(lambda node=owner.client: _blocked(node), description="the read to block")  # type: ignore[misc] # bound now
+    ended: list[int] = []
+    leaving = threading.Event()
+
+    def read() -> None:
+        while not leaving.is_set():
+            ended.append(len(rank.read(1, 4500)))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for node in [*cluster.primaries, cluster.primaries[0]]:
+        if node is not cluster.owner(TINY.queue):
+            cluster.move(TINY.queue, node)
+        wait_until(lambda client=node.client: _blocked(client), description="the read to block")  # type: ignore[misc] # bound now
+        before = len(ended)
         rank.unblock()
-        wait_until(lambda thread=woken: not thread.is_alive(), description="the read to end", timeout_s=3)  # type: ignore[misc]
-        cluster.move(TINY.queue, _another(cluster, TINY.queue))
+        wait_until(lambda count=before: len(ended) > count, description="the read to end", timeout_s=3)  # type: ignore[misc]
+    leaving.set()
+    rank.unblock()
+    reader.join(10)
+    assert not any(ended)
     rank.close()
 
 
