@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from pool.store.server import StateServer
 
 TESTS = Path(__file__).parent
 #: Folders whose files take long, by rank.
-LONG_FIRST = {"faults": 0, "chaos": 0, "integration": 0, "engine": 1, "webapp": 1}
+LONG_FIRST = {"faults": 0, "chaos": 0, "integration": 0, "backends": 0, "engine": 1, "webapp": 1}
 
 #: Keys that live as long as a model does; all others must carry a TTL or be gone when a test ends.
 LASTING = (":queue", ":model", ":catalogue", ":card", ":sweep", ":tally", ":totals")
@@ -35,6 +36,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long come first, each kind in random order, so that no process has one left when the others are
     done (with --no-loadscope-reorder)."""
     items.sort(key=lambda item: LONG_FIRST.get(item.path.relative_to(TESTS).parts[0], len(LONG_FIRST)))
+
+
+@pytest.fixture(autouse=True)
+def own_configuration() -> Iterator[None]:
+    """`genpool --config FILE` tells its children by a variable: called here, the next test must not see it."""
+    before = os.environ.get("GENPOOL_CONFIG")
+    yield
+    if before is None:
+        os.environ.pop("GENPOOL_CONFIG", None)
+    else:
+        os.environ["GENPOOL_CONFIG"] = before
 
 
 @pytest.fixture(scope="session")

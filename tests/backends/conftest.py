@@ -73,7 +73,8 @@ def vllm_serve(**fields: Any) -> dict[str, Any]:
         "source": str(checkpoint_folder()),
         "target_inflight": SLOTS,
         "upstream.program": [str(programs / "vllm"), "serve"],
-        "upstream.arguments": ["--max-model-len", "2048", "--dtype", "bfloat16"],
+        # Compiling takes longer than all that is asked here.
+        "upstream.arguments": ["--max-model-len", "2048", "--dtype", "bfloat16", "--enforce-eager"],
         "upstream.start_seconds": VLLM_START_S,
         **fields,
     }

@@ -17,7 +17,7 @@ from workers.backends.server_process import ServerProcess
 log = logging.getLogger("genpool.upstream")
 
 #: How often it is seen whether a child still runs.
-CHILD_S = 0.1
+CHILD_S = 0.25
 #: How often a child is asked whether it is well.
 HEALTH_S = 5.0
 READY_S = 0.1
