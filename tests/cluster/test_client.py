@@ -133,12 +133,13 @@ def test_a_blocked_read_is_woken_at_its_node(cluster: StateCluster) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
+    wait_until(lambda: rank._reading.server, description="the first read")
     for node in [*cluster.primaries, cluster.primaries[0]]:
         if node is not cluster.owner(TINY.queue):
             cluster.move(TINY.queue, node)
         # The first read at a new node does not wait.
         wait_until(
-            lambda client=node.client: not rank._reading.is_new() and _blocked(client),  # type: ignore[misc] # bound now
+            lambda at=node: rank._reading.server.address == at.address and _blocked(at.client),  # type: ignore[misc]
             description="the read to block",
         )
         before = len(ended)
