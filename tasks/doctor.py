@@ -121,12 +121,12 @@ def _state(settings: Settings, clock: Callable[[], float]) -> Generator[Finding,
     try:
         with state_errors():
             servers = nodes(client)
-        for server in servers:
-            for finding in _server(server, clock):
-                yield replace(finding, check=f"{finding.check} {name_of(client, server)}".rstrip())
         yield _writable(JobStore(client, result_ttl_ms=1, pending_per_model=1), list(settings.models))
         if is_spread(client):
             yield _cluster(servers[0])
+        for server in servers:
+            for finding in _server(server, clock):
+                yield replace(finding, check=f"{finding.check} {name_of(client, server)}".rstrip())
         for model in enabled_models(settings):
             live = RankRegistry(client, model).live()
             ranks += live
@@ -159,10 +159,11 @@ def _server(server: Any, clock: Callable[[], float]) -> Iterator[Finding]:
 def _cluster(node: Any) -> Finding:
     with state_errors():
         info, rows = node.execute_command("CLUSTER INFO"), node.execute_command("CLUSTER", "SLOTS")
-    alone = sum(len(row) < 4 for row in rows)
+    primaries = {tuple(row[2][:2]) for row in rows}
+    alone = len({tuple(row[2][:2]) for row in rows if len(row) < 4})
     if info["cluster_state"] != "ok":
         return Finding("state cluster", FAILED, "some slots have no node", "Look at CLUSTER NODES, and at its logs.")
-    copies = f"{alone} slot ranges without a replica" if alone else "every slot has a replica"
+    copies = f"{alone} of {len(primaries)} nodes have no replica" if alone else "every node has a replica"
     return Finding("state cluster", OK, f"all slots are served; {copies}")
 
 

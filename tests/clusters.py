@@ -25,8 +25,8 @@ class ClusterNode:
     def __init__(self, folder: Path, arguments: Sequence[str] = ()) -> None:
         self.bus_port = free_port()
         # Without its own number the cluster port is the server's plus 10,000, which is none for a high port.
-        own = ["--cluster-enabled", "yes", "--cluster-port", str(self.bus_port), *arguments]
-        self.server = StateServer(folder, port=0, extra_args=own)
+        own = ["--cluster-enabled", "yes", "--cluster-port", str(self.bus_port), "--repl-diskless-sync-delay", "0"]
+        self.server = StateServer(folder, port=0, extra_args=[*own, *arguments])
         self.address = self.server.url.removeprefix("redis://").removesuffix("/0")
         self.client: Client = connect(self.server.url)
 

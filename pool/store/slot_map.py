@@ -109,11 +109,11 @@ class SlotMap:
         return list(dict.fromkeys(filter(None, self._looked())))
 
     def moved(self, slot: int, address: str) -> None:
-        """A node says that another one owns the slot, and so perhaps others."""
+        """A node says that another one owns the slot. It knows; others, if asked for all slots, may not know yet."""
         with self._lock:
+            self._known = tuple(dict.fromkeys([*self._known, address]))
             if self._owners:
                 self._owners[slot] = address
-            self._doubted = True
 
     def doubt(self, address: str) -> None:
         """A node failed, or says that the cluster is down: it may have lost its slots."""

@@ -87,10 +87,16 @@ def test_models_of_other_nodes_go_on(mortal_cluster: StateCluster) -> None:
     assert store.read(late.ref).state == "failed"
     store.cancel(waited.ref)
     wait_until(lambda: waiter.ended, description="the end to be heard of", timeout_s=ELECTION_S)
+    other = Waits(store, client, grace_ms=60_000)
+    unheard, told = other.open(lost.ref), other.follow(waited.ref, 0)
+    unheard.arm()
+    assert told.next(ELECTION_S) is not None
     assert not away.ended
-    for each in (away, waiter):
+    assert not unheard.ended
+    for each in (away, waiter, unheard, told):
         each.close()
-    waits.close()
+    for process in (waits, other):
+        process.close()
     client.connection_pool.disconnect()
 
 

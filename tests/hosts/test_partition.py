@@ -19,11 +19,11 @@ from tests.waiting import wait_until
 
 #: `make test-hosts`: as long as the design says. In `make test`: long enough that the leases of the cut host end.
 LONG = os.environ.get("HOSTS") == "long"
-CUT_S = 20.0 if LONG else 4.0
-LEASE_S = 3.0 if LONG else 1.5
+CUT_S = 20.0 if LONG else 2.5
+LEASE_S = 3.0 if LONG else 1.0
 STEP_MS = 25.0
 #: A cut in the middle of it, and the worker that comes back finds it running elsewhere.
-TOKENS = round((2 * CUT_S + 10) * 1000 / STEP_MS)
+TOKENS = round((2 * CUT_S + 6) * 1000 / STEP_MS)
 OPTIONS: dict[str, Any] = {
     "serves": f"{SCRIPTED},{TINY}",
     "delay_ms": STEP_MS,

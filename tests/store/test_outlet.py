@@ -17,6 +17,7 @@ from pool.store.handouts import Ending, Handout, failed
 from pool.store.jobs import JobStore
 from pool.store.keys import ModelKeys
 from pool.store.log import TokenLogprobs, replay_of
+from pool.store.nodes import node_of
 from pool.store.server import StateServer
 from tasks.ports import ChoiceOutput, Failed, Finished, RunnerCapacity, Stopped, Tokens
 from tests.builders import LEASE_MS, delivery, job_store, new_job
@@ -235,7 +236,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Go back, in one step."""
-        pipe = self._client.pipeline()
+        pipe = node_of(self._client, ModelKeys("tiny:0").queue).pipeline()
         for key in self._client.scan_iter(match="gp:*"):
             pipe.delete(key)
         for key, value in self._kept.items():

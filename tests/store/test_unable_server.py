@@ -61,12 +61,13 @@ def test_a_submit_that_was_given_up_is_not_carried_out_later(
     store.submit(accepted)
     server = node_of(client, keys_of(late.ref).queue)
     before = server.info("commandstats")["cmdstat_evalsha"]["calls"]
-    os.kill(state_server.pid, signal.SIGSTOP)
+    pid = state_server.pid
+    os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(StateUnavailable):
             store.submit(late)
     finally:
-        os.kill(state_server.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
     wait_until(
         lambda: server.info("commandstats")["cmdstat_evalsha"]["calls"] > before, description="the submit to be read"
     )
