@@ -81,14 +81,14 @@ class NoWorker(Refused):
 
 
 class NotReady(GenpoolError):
-    """This node cannot serve everything it should; `missing` names what is not there, `models` the models' states."""
+    """This node cannot serve everything it should; `missing` names what is not there, `standing` how the models are."""
 
     code = "not_ready"
 
-    def __init__(self, missing: list[str], models: dict[str, str]) -> None:
+    def __init__(self, missing: list[str], standing: dict[str, Any]) -> None:
         super().__init__(f"Not ready: {'; '.join(missing)}.")
         self.missing = missing
-        self.models = models
+        self.standing = standing
 
 
 class ClientGone(GenpoolError):
@@ -220,7 +220,7 @@ def answer_for(error: GenpoolError, *, job: str | None = None, keyed: bool = Fal
         headers["WWW-Authenticate"] = 'Bearer realm="genpool"' + (', error="invalid_token"' if error.sent else "")
     elif isinstance(error, NotReady):
         headers["Retry-After"] = LATER_S
-        extra |= {"missing": error.missing, "models": error.models}
+        extra |= {"missing": error.missing, **error.standing}
     elif isinstance(error, GenerationFailed) and error.code == "queue_timeout":
         # Nothing stays enqueued, so coming back later is right; but not as a resend with the same Idempotency-Key,
         # which finds this very job, ended, for as long as it is kept: a new attempt needs a new key.

@@ -31,6 +31,7 @@ from tasks.programs import Programs
 from workers.backends import open_backend
 from workers.backends.served import Served
 from workers.intake import Intake, reading_client
+from workers.memory import returning_memory
 from workers.outlet import Outlet
 from workers.program_seat import ProgramSeat
 from workers.registrar import Registrar
@@ -126,7 +127,8 @@ class Rank:
         if self._delivery is not None:
             self._delivery.close()
         if self._served is not None:
-            self._served.close()
+            with returning_memory():
+                self._served.close()
             self._served = None
 
     def _load(self, is_wanted: Callable[[], bool]) -> Served:

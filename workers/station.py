@@ -15,8 +15,6 @@ know. One that cannot free it in time ends, too: then the kernel frees it.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
 import os
 import threading
@@ -35,6 +33,7 @@ from tasks.catalogue import Catalogue
 from tasks.config import Settings
 from tasks.launch import DEVICES_VARIABLE
 from tasks.programs import Programs
+from workers.memory import collect
 from workers.outlet import STATE_ERRORS
 from workers.rank import NotWanted, OnBegun, OnLeft, Rank
 from workers.registrar import Registrar
@@ -261,15 +260,15 @@ class Station:
         try:
             self._start()
         except NotWanted:
-            _free_memory()
+            collect()
             return True
         except (redis.exceptions.RedisError, StateUnavailable):
             # It says nothing of the model.
-            _free_memory()
+            collect()
             self._has_tried = not is_first
             raise
         except Exception as error:  # noqa: BLE001 - whatever a load raises is told by name
-            _free_memory()
+            collect()
             self._failed(error, wish, is_first=is_first)
             return True
         self._registrar.beat()
@@ -319,7 +318,7 @@ class Station:
         rank.drain(wish.drain_ms / 1000, PauseReason.MODEL_UNLOADING)
         self._state, self._rank = UNLOADED, None
         del rank
-        _free_memory()
+        collect()
         self._retry(self._renew_life)
         self._free_by_s = None
         log.info("%s: unloaded", self.model)
@@ -327,12 +326,3 @@ class Station:
     def _renew_life(self) -> bool:
         self._registrar.renew_life()
         return False
-
-
-def _free_memory() -> None:
-    """Give back what a model had. Loading has put all that lived then out of the garbage collector's sight."""
-    gc.unfreeze()
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others give back by themselves
-    if trim is not None:
-        trim(0)

@@ -343,6 +343,15 @@ def test_text_that_was_shown_is_never_generated_twice(upstream: Upstream, reader
     assert reader.text() and len(upstream.asked) == 1
 
 
+def test_half_a_character_is_a_mark(upstream: Upstream, reader: Player) -> None:
+    """JSON can write it, and nobody could store it."""
+    upstream.faults.append(Fault("surrogate", 2))
+    reader.submit(tokens=4)
+    ended = reader.end()
+    assert isinstance(ended, Finished) and ended.outputs[0].text == reader.text()
+    assert reader.text().count("\ufffd") == 1
+
+
 def test_a_takeover_of_shown_text_fails_by_name(reader: Player) -> None:
     """By the worker that gets it."""
     with pytest.raises(GenerationFailed) as failure:

@@ -49,8 +49,8 @@ def text_of(tokens: Sequence[int]) -> str:
 class Fault:
     """Done to one request, `after` so many tokens. `drop`: the connection is reset; `end`: the answer ends as if all
     were well; `garbage`: no JSON; `nonsense`: JSON of another kind; `error`: one in the stream; `hang`: silence;
-    `untold`: one token's id is left out; `foreign`: a token that the vocabulary does not have; `status`: an answer
-    with `status`, `headers` and `body`."""
+    `surrogate`: half a character in JSON; `untold`: one token's id is left out; `foreign`: a token that the vocabulary
+    does not have; `status`: an answer with `status`, `headers` and `body`."""
 
     kind: str
     after: int = 0
@@ -153,6 +153,7 @@ def reset(connection: socket.socket) -> None:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
+    _is_counted = False
 
     def log_message(self, *_: Any) -> None:
         """Be silent."""
@@ -186,6 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, json.dumps({"tokens": self.upstream.vocabulary(body["content"])}).encode())
             return
         asked, fault = self.upstream.begin(self.path, body)
+        self._is_counted = True
         try:
             if fault is not None and fault.kind == "status":
                 self._answer(fault.status, fault.body, fault.headers)
@@ -197,6 +199,12 @@ class _Handler(BaseHTTPRequestHandler):
             asked.left = True
             self.close_connection = True
         finally:
+            self._uncount()
+
+    def _uncount(self) -> None:
+        """It is not in flight any more; before its last bytes go out, as nobody can know that later."""
+        if self._is_counted:
+            self._is_counted = False
             self.upstream.end()
 
     def _authorized(self) -> bool:
@@ -210,6 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
+        self._uncount()
         self.end_headers()
         self.wfile.write(body)
 
@@ -244,6 +253,8 @@ class _Handler(BaseHTTPRequestHandler):
             if self._done(asked, fault, at):
                 return
             word = WORDS[at % len(WORDS)]
+            if fault is not None and (fault.kind, fault.after) == ("surrogate", at):
+                word = "\ud83d"
             self._event({"choices": [{"index": 0, "delta": {"content": word}, "text": None, "finish_reason": None}]})
         self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
         usage = {"prompt_tokens": 5, "completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 2}}
@@ -308,4 +319,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def _end_stream(self) -> None:
+        self._uncount()
         self.wfile.write(b"0\r\n\r\n")

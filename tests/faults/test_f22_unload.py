@@ -27,8 +27,8 @@ TEXTS = 60
 #: For a machine that is busy with other things.
 PATIENCE_S = 120.0
 KV_BYTES = 64 * 2**20
-#: More than an allocator keeps, less than one engine's KV.
-SLACK_BYTES = 16 * 2**20
+#: More than an allocator needs for itself, far less than what an engine takes.
+SLACK_BYTES = 8 * 2**20
 
 
 def ask(system: System, what: str, *, model: str = SCRIPTED, status: int = 0, **body: Any) -> dict[str, Any]:
@@ -217,8 +217,7 @@ def test_f22_memory_is_back_after_many_rounds(system: System) -> None:
         )
         assert answer.status_code == 200, answer.text
     print([round(each / 2**20, 1) for each in taken])
-    # The first round warms up what stays: code, the allocator's own, the threads' stacks.
-    assert max(taken[1:]) - taken[1] < SLACK_BYTES, taken
+    assert max(taken) - taken[0] < SLACK_BYTES, taken
     assert resident_bytes(worker.pid) - taken[-1] > 0
 
 

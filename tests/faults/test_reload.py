@@ -21,7 +21,13 @@ from tests.waiting import wait_until
 @pytest.fixture
 def system(start_system: StartSystem) -> System:
     """Two nodes of two processes, and a worker that also consumes the queue of a model to come."""
-    return start_system(apis=2, workers=1, serves=f"{SCRIPTED},other", sections={"server": {"processes": 2}})
+    system = start_system(apis=2, workers=0, sections={"server": {"processes": 2}})
+    worker = system.worker_part(0)
+    worker.argv[worker.argv.index(SCRIPTED)] = f"{SCRIPTED},other"
+    system.workers.append(worker)
+    worker.start()
+    system.await_worker(worker)
+    return system
 
 
 def post(system: System, path: str, *, api: int = 0, **body: Any) -> httpx.Response:
@@ -126,7 +132,7 @@ def test_the_command_line_loads_unloads_and_reloads(start_system: StartSystem) -
         return done.stdout if code == 0 else done.stderr
 
     assert run("unload", SCRIPTED, "--drain-timeout", "5") == f"{SCRIPTED}: unloaded\n"
-    assert next(line for line in run("list").splitlines() if line.startswith(SCRIPTED)).split()[-1] == "unloaded"
+    assert {row["id"]: row["state"] for row in json.loads(run("list", "--json"))}[SCRIPTED] == "unloaded"
     assert run("load", SCRIPTED) == f"{SCRIPTED}: loaded\n"
     assert run("load", SCRIPTED, "--no-wait") == f"{SCRIPTED}: loaded\n"
     assert "No model of this name" in run("load", "nowhere", code=1)

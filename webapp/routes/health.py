@@ -27,11 +27,11 @@ def readyz() -> Response:
     node = current_node()
     models: dict[str, str] = {}
     missing = _missing(node, models)
-    if missing:
-        raise NotReady(missing, models)
     catalogue = node.services.catalogue
-    standing = {"version": catalogue.version, "error": catalogue.error or None}
-    return jsonify({"status": "ready", "models": models, "catalogue": standing})
+    standing = {"models": models, "catalogue": {"version": catalogue.version, "error": catalogue.error or None}}
+    if missing:
+        raise NotReady(missing, standing)
+    return jsonify({"status": "ready", **standing})
 
 
 def _missing(node: Node, models: dict[str, str]) -> list[str]:

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from pool.backend_settings import UpstreamSettings
@@ -49,6 +50,7 @@ from workers.backends.remote_jobs import Choice, Job, Key, finished_of
 log = logging.getLogger("genpool.remote")
 
 TICK_S = 0.05
+IDLE_S = 0.5
 CONGESTED_WAIT_S = 0.005
 #: How long a server that has nothing more to tell may take to say so.
 LAST_WORDS_S = 2.0
@@ -188,6 +190,7 @@ class RemoteRunner:
         """Hang up on everything, end the thread, and return the jobs that had not ended."""
         with self._lock:
             self._stopping = True
+        self._call(self._stir)
         if self._thread is not None:
             self._thread.join()
         left = [job.generation for job in self._jobs.values()]
@@ -213,12 +216,15 @@ class RemoteRunner:
     async def _main(self) -> None:
         self._gate = Gate(self._look, self._clock)
         self._slots = Slots(self._endpoint, self.effective_limit())
+        self._stirred = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._started.set()
         while not self._stopping:
             self._progress += 1
             self._turn()
-            await asyncio.sleep(TICK_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stirred.wait(), TICK_S if self._jobs else IDLE_S)
+            self._stirred.clear()
         await self._hang_up_all()
 
     async def _hang_up_all(self) -> None:
@@ -244,13 +250,16 @@ class RemoteRunner:
                     waiting += not choice.done
                     continue
                 exchange.check(now_s, first_s=upstream.first_token_seconds, stall_s=upstream.stall_seconds)
-                if choice.output.ended and choice.told_s is not None and now_s - choice.told_s > LAST_WORDS_S:
+                if choice.output.ended and now_s - exchange.heard_s > LAST_WORDS_S:
                     exchange.hang_up()
                     self.end(choice)
             since_s = [each.waits_s for each in job.choices if each.waits_s is not None and each.exchange is None]
             if since_s and now_s - min(since_s) > upstream.patience_seconds:
                 self._give_back(job)
         self._waiting = waiting
+
+    def _stir(self) -> None:
+        self._stirred.set()
 
     def _resize(self) -> None:
         self._slots.resize(self.effective_limit())
@@ -265,6 +274,7 @@ class RemoteRunner:
     def _begin(self, job: Job) -> None:
         if job.over:
             return
+        self._stir()
         self.figures.prompt_tokens += len(job.generation.prompt)
         for choice in job.choices:
             choice.done = choice.output.ended
@@ -343,19 +353,23 @@ class RemoteRunner:
             ask = self._dialect.ask(job.generation, job.choices.index(choice), output.known, whole=choice.whole)
             await exchange.run(ask, reader.take)
         except UpstreamFailure:
-            if not output.ended:
+            # What happens after the server has said why the output ended is of no matter.
+            if not (output.ended or reader.finish):
                 raise
         finally:
             choice.exchange = None
-        if output.ended:
-            self.end(choice)
-        if exchange.hung_up or job.over or output.ended:
+        if exchange.hung_up or job.over:
             return
-        if reader.finish and not (choice.whole and reader.finish == LENGTH and reader.made_some):
-            self._tell(choice, output.close(reader.finish))
-            self.end(choice)
-        elif not reader.finish:
+        self.conclude(choice, reader.finish, has_more=choice.whole and reader.made_some)
+        if not (output.ended or reader.finish):
             raise Broken("The upstream server's answer has no end.", code="upstream_lost")
+
+    def conclude(self, choice: Choice, finish: str, *, has_more: bool) -> None:
+        """The server has said all; `has_more`: where it stopped at the length that it was asked for."""
+        if finish and not choice.output.ended and not (has_more and finish == LENGTH):
+            self._tell(choice, choice.output.close(finish))
+        if choice.output.ended:
+            self.end(choice)
 
     def served(self, choice: Choice) -> None:
         """The server has answered this choice."""
@@ -472,6 +486,8 @@ class _Reader:
         if output.ended and not output.ends_itself:
             self._exchange.hang_up()
             runner.end(choice)
+        elif news.over:
+            runner.conclude(choice, self.finish, has_more=choice.whole and self.made_some)
         await runner.breathe()
         self._exchange.heard_s = time.monotonic()
 

@@ -17,7 +17,7 @@ from workers.backends.server_process import ServerProcess
 log = logging.getLogger("genpool.upstream")
 
 #: How often it is seen whether a child still runs.
-CHILD_S = 0.1
+CHILD_S = 0.25
 #: How often a child is asked whether it is well.
 HEALTH_S = 5.0
 READY_S = 0.1
@@ -161,6 +161,8 @@ class Watch:
         """Start a child that ended again, after a while, and wait until it serves."""
         log.warning("%s: its server ended with %s; starting it again", self._name, process.exit_code)
         self._ended("The server's process ended, and is being started again.")
+        # Its own children, if it has left any.
+        process.kill()
         if self._pause(backoff_s(failures)):
             return
         process.start()
