@@ -46,7 +46,9 @@ def base(name: str, packages: Sequence[str]) -> Path:
     )
     # As on this machine, so that its indexes are reached: the certificates that it trusts, and the archives.
     shutil.copy(Path("/") / CERTIFICATES, part / CERTIFICATES)
-    shutil.copytree("/etc/apt/sources.list.d", part / "etc/apt/sources.list.d", dirs_exist_ok=True)
+    shutil.copytree("/etc/apt", part / "etc/apt", dirs_exist_ok=True, ignore=shutil.ignore_patterns("apt.conf.d"))
+    if not Path("/etc/apt/sources.list").exists():
+        (part / "etc/apt/sources.list").unlink(missing_ok=True)  # debootstrap's; the same archive would be there twice
     shutil.copy("/etc/resolv.conf", part / "etc/resolv.conf")
     if (part / "usr/bin/python3").exists() and "python3" in packages:
         (part / "usr/local/bin/python").symlink_to("/usr/bin/python3")
