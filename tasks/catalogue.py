@@ -19,10 +19,8 @@ from typing import Any
 
 from pool.errors import ConfigurationError
 from pool.settings import ModelSettings
-from pool.store.connection import Client, state_errors
-from pool.store.keys import CATALOGUE
-from pool.store.running import run
-from pool.store.scripts import script
+from pool.store.catalogue import publish, published
+from pool.store.connection import Client
 from tasks.config import SHIPPED_MODELS, Configuration, Settings, load_configuration
 
 log = logging.getLogger("genpool.catalogue")
@@ -97,11 +95,10 @@ class Catalogue:
         if time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + LOOK_S
-        with state_errors():
-            version, digest = self._client.hmget(CATALOGUE, "version", "digest")
-        if self._seen is None or version is None:
+        seen = published(self._client)
+        if self._seen is None or seen is None:
             self._begin()
-        elif (seen := (int(version), digest.decode())) != self._seen:
+        elif seen != self._seen:
             with self._lock:
                 self._follow(*seen)
 
@@ -109,10 +106,7 @@ class Catalogue:
         """What a process starts with is its own file, whatever was published before; so it is with a state server that
         came back empty."""
         self.version, _ = self._publish(self._tables(), first=True)
-        with state_errors():
-            version, digest = self._client.hmget(CATALOGUE, "version", "digest")
-        if version is not None:
-            self._seen = int(version), digest.decode()
+        self._seen = published(self._client)
 
     def _tables(self) -> Tables:
         try:
@@ -150,13 +144,7 @@ class Catalogue:
         self.on_change()
 
     def _publish(self, tables: Tables, *, first: bool = False) -> tuple[int, str]:
-        text = canonical(tables)
-        command = script("publish_catalogue")(
-            catalogue=CATALOGUE, digest=digest_of(tables), tables=text, first=int(first)
-        )
-        with state_errors():
-            version, former = run(self._client, command)
-        return int(version), former.decode()
+        return publish(self._client, digest_of(tables), canonical(tables), first=first)
 
     def _changes(self, version: int, former: str, found: Configuration) -> Changes:
         """Against the models of this process; of one that has only just started, whose are the file's, against what was
