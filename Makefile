@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-.PHONY: help run test llama cover test-clients fuzz test-redis7 test-cluster test-hosts cancels kills program-kills unloads idle sweep programs faults-long lint chaos chaos-long recovery bench-program-full clean
+.PHONY: help run test llama cover test-clients test-vllm fuzz test-redis7 test-cluster test-hosts cancels kills program-kills unloads idle sweep programs faults-long lint chaos chaos-long recovery bench-program-full docker-check docker-lock clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ faults-long: $(STAMP) ## Do every fault of the state server on both servers, wit
 test-clients: $(STAMP) ## Official clients and frameworks against a live system, each in an environment of its own (needs npm).
 	$(BIN)/python -m tests.clients
 
+test-vllm: $(STAMP) ## The tests of backends against vLLM's CPU build (a first run installs gigabytes and compiles for minutes).
+	VLLM=1 $(BIN)/python -m pytest -q -n0 --timeout 1200 tests/backends/test_black_box.py tests/backends/test_vllm.py
+
 fuzz: $(STAMP) ## Send 20,000 hostile requests, then those of schemathesis (SEED=N replays).
 	$(BIN)/python -m tests.fuzz $(if $(SEED),--seed $(SEED))
 
@@ -97,6 +100,17 @@ chaos-long: $(STAMP) ## The same for an hour.
 	$(BIN)/python -m tests.chaos.driver --seconds 3600 $(if $(SEED),--seed $(SEED))
 
 recovery: bench-recovery ## Kill each kind of process 50 times in the middle of streams, and time what readers notice.
+
+# Programs of other projects that only docker-check needs: in an environment of their own beside genpool's.
+DOCKER_TOOLS := build/docker-tools
+docker-check: $(STAMP) ## Parse, lint, install and start what docker/ describes, without an engine (root, Debian 12; OPTIONS=...).
+	$(BIN)/python -m venv $(DOCKER_TOOLS)
+	$(DOCKER_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[test,docker]"
+	$(DOCKER_TOOLS)/bin/python -m tests.images $(OPTIONS)
+
+docker-lock: $(STAMP) ## Pin the images' Python packages anew (docker/requirements).
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[docker]"
+	docker/lock.sh $(BIN)/uv --upgrade
 
 clean: ## Remove the environment and the tools' caches.
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage

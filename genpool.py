@@ -42,7 +42,7 @@ from tasks.supervisor import Supervisor
 from tasks.tables import print_table
 from tasks.urls import masked
 from workers.engine_commands import calibrate, sweep
-from workers.weights import RANDOM_PREFIX, SOURCES, cached_path, ensure_models, known_source, weights_fault
+from workers.weights import SOURCES, cached_path, ensure_models, known_source, weights_fault
 
 
 class _Group(click.Group):
@@ -407,14 +407,15 @@ def list_models(ranks: bool, as_json: bool) -> None:
 
 def _weights(name: str, model: ModelSettings) -> tuple[str, ...]:
     """Name, source, whether that is cached, its size and licence, whether the model is enabled."""
-    known = known_source(model.source)
-    path = cached_path(model.source)
-    published = SOURCES.get(model.source)
+    source = model.gguf_source or ""
+    known = known_source(source)
+    path = cached_path(source) if source else None
+    published = SOURCES.get(source)
     size_bytes = published.size_bytes if published else path.stat().st_size if path else None
     return (
         name,
-        model.source,
-        "-" if model.source.startswith(RANDOM_PREFIX) else "yes" if path else "no",
+        model.shown_source,
+        "-" if not source else "yes" if path else "no",
         f"{size_bytes / 2**20:.0f} MiB" if size_bytes is not None else "-",
         known.licence if known else "-",
         "yes" if model.enabled else "no",

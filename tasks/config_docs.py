@@ -15,8 +15,8 @@ from tasks.config import OTHER_VARIABLES, SECTIONS, SHIPPED_MODELS, FieldPath, d
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `genpool config --markdown`; edit the descriptions in pool/settings.py and
-pool/program_settings.py instead. -->
+<!-- Written by `genpool config --markdown`; edit the descriptions in the files pool/*settings.py
+instead. -->
 
 genpool reads one TOML file and the environment. A value comes from the first of these that has it:
 

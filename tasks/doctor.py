@@ -235,10 +235,10 @@ def _served(model: str, ranks: list[Rank]) -> Finding:
 
 def _models(settings: Settings, weights_fault: WeightsFault) -> Iterator[Finding]:
     for name in enabled_models(settings):
-        source = settings.models[name].source
-        fault = weights_fault(source)
+        source = settings.models[name].gguf_source
+        fault = None if source is None else weights_fault(source)
         if fault is None:
-            yield Finding(f"model {name}", OK, source)
+            yield Finding(f"model {name}", OK, settings.models[name].shown_source)
         else:
             yield Finding(f"model {name}", FAILED, fault, f"Run: genpool models pull {name}, or check its source.")
     if any(settings.models[name].backend == "llama_cpp" for name in enabled_models(settings)):
@@ -252,7 +252,9 @@ def _budgets(settings: Settings, ranks: list[Rank]) -> Iterator[Finding]:
     if available is None:
         yield Finding("memory", SKIPPED, "this machine does not say what is available")
         return
+    # Others have their memory elsewhere, or settings of their own for it.
     models = {name: settings.models[name] for name in enabled_models(settings)}
+    models = {name: model for name, model in models.items() if model.backend not in ("openai_remote", "vllm_serve")}
     for name, found in fit(models.items(), available).items():
         weights = "" if models[name].weight_bytes else "; weights are not counted, weight_bytes is 0"
         detail = f"budgets take {_mib(found.needed_bytes)} of {_mib(found.left_bytes)}{weights}"

@@ -135,8 +135,8 @@ class Engine(Protocol):
 
     @property
     def prefill_grid(self) -> int:
-        """Prefill chunks must start and, except the last of a prompt, end at absolute multiples of this many tokens;
-        only then are results independent of how a prompt was cut."""
+        """Prefill chunks must start, except a session's first, and end, except the last of a prompt, at absolute
+        multiples of this many tokens; only then are results independent of how a prompt was cut."""
         ...
 
     def fingerprint(self) -> str:
@@ -149,8 +149,8 @@ class Engine(Protocol):
         """Make room for a new session that will hold `positions` of KV, and let it begin with what is held of `prompt`
         (P,) already, in the same `scope`: nothing is shared between scopes.
 
-        Returns how many positions it holds from the start: a multiple of `prefill_grid`, less than P. None: there is no
-        room now, and nothing has happened. Raises ValueError for a session that has begun.
+        Returns how many positions it holds from the start, less than P. None: there is no room now, and nothing has
+        happened. Raises ValueError for a session that has begun.
         """
         ...
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 
 from pool.store.connection import Client, connect
@@ -89,10 +91,16 @@ class StateCluster:
     def owner(self, key: str) -> ClusterNode:
         """The node that owns the slot of a key, as the first node that answers sees it."""
         slot = slot_of(key)
-        for first, last, (_, port, *_), *_ in self.primaries[0].cluster("SLOTS"):
+        for first, last, (_, port, *_), *_ in self._slots():
             if first <= slot <= last:
                 return next(node for node in self.nodes if node.address.endswith(f":{int(port)}"))
         raise LookupError(f"no node owns the slot of {key}")
+
+    def _slots(self) -> Any:
+        for node in self.nodes:
+            with contextlib.suppress(redis.exceptions.ConnectionError):
+                return node.cluster("SLOTS")
+        raise LookupError("no node answers")
 
     def move(self, key: str, target: ClusterNode) -> None:
         """Give the slot of `key` with all its keys to another node, key by key, as resharding tools do."""

@@ -15,7 +15,7 @@ from tasks.config import model_cache
 
 #: An archive that does not answer must not hold up the tests.
 APT = ("apt-get", "-q", "-o", "Acquire::http::Timeout=15", "-o", "Acquire::Retries=1")
-COMMAND_TIMEOUT_S = 60
+COMMAND_TIMEOUT_S = 300
 
 
 class NotToBeHad(Exception):

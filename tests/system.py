@@ -268,12 +268,13 @@ class System:
         wait_until(lambda: self._healthy(api) or self._dead(api), description=api.name, timeout_s=READY_S)
 
     def await_worker(self, worker: Part) -> None:
-        """Until the worker is registered for all its models."""
+        """Until the worker is registered for all its models, those of its queues that are configured yet."""
 
         def registered() -> bool:
             live = [
                 any(rank.pid == worker.pid for rank in RankRegistry(client, model).live())
                 for model in self._serves.split(",")
+                if model in self._models
             ]
             return all(live)
 

@@ -45,6 +45,7 @@ GAUGES = {
     "scratch_pressure": "Part of that in use.",
     "prefill_tokens_per_sec": "Prompt tokens computed a second, over the last seconds.",
     "decode_tokens_per_sec": "Tokens decoded a second, over the last seconds.",
+    "upstream_up": "Whether the server that runs the model takes requests.",
 }
 COUNTERS = {
     "prefill_tokens_total": "Prompt tokens computed.",
@@ -65,6 +66,10 @@ COUNTERS = {
     "kv_restored_tokens_total": "Prompt tokens that did not have to be computed for that.",
     "kv_restore_failures_total": "Times it could not come back, and its prompt was computed again.",
     "ticks": "Steps of the engine.",
+    "upstream_requests_total": "Requests sent to the server that runs the model.",
+    "upstream_retries_total": "Times one was sent again because the server had broken it.",
+    "upstream_given_back_total": "Sessions that went back to the queue because the server was away for too long.",
+    "upstream_restarts_total": "Times the server was started again because it had ended.",
 }
 HISTOGRAMS = {
     "step_seconds": "Seconds a step of the engine took.",

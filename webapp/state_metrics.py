@@ -28,8 +28,10 @@ from webapp.program_metrics import program_families
 
 #: Codes of failed jobs that are shown; another one is `other`.
 CODES = (
-    "context_length_exceeded", "deadline_exceeded", "engine_error", "generation_failed", "input_lost",
-    "invalid_request", "kv_budget_exceeded", "model_unloading", "poison", "queue_timeout", "run_timeout",
+    "content_filter", "context_length_exceeded", "deadline_exceeded", "engine_error", "generation_failed", "input_lost",
+    "invalid_request", "kv_budget_exceeded", "logprobs_unavailable", "model_unloading", "poison", "queue_timeout",
+    "run_timeout", "unsupported_parameter", "upstream_error", "upstream_invalid_answer", "upstream_lost",
+    "upstream_rejected", "upstream_stalled",
 )  # fmt: skip
 
 

@@ -189,6 +189,11 @@ class Intake:
         self._unanswered |= {entry.token: entry for entry in entries}
         # It may have waited for them for long.
         capacity = self._runner.capacity()
+        if not capacity.effective:
+            # What runs the model has gone meanwhile.
+            self._give_back(entries)
+            self._unanswered.clear()
+            return []
         kept = self._sharing.kept(self._delivery.reader, entries, capacity.in_flight, capacity.effective)
         self._unanswered = {entry.token: entry for entry in kept}
         return kept

@@ -34,7 +34,8 @@ class Stepping:
         results = self._step(members)
         now_s = self._telemetry.clock()
         self._telemetry.stepped(now_s - began_s)
-        self._pace = self._pace.after(now_s - began_s, rows=rows, prefill_tokens=tokens - rows)
+        grid = self._engine.prefill_grid
+        self._pace = self._pace.after(now_s - began_s, rows=rows, prefill_tokens=tokens - rows, grid=grid)
         return results, now_s
 
     def _step(self, members: Sequence[Member]) -> list[StepResult]:

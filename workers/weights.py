@@ -24,12 +24,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from pool.backend_settings import RANDOM_PREFIX
 from pool.errors import ConfigurationError
 from tasks.config import Settings, model_cache
 from tasks.urls import masked
 from workers.requantised import FILE_TYPES, make_requantised, requantised_fault, requantised_path, split
 
-RANDOM_PREFIX = "random:"
 GGUF_MAGIC = b"GGUF"
 _CHUNK_BYTES = 2**20
 
@@ -89,14 +89,10 @@ def ensure_weights(source: str, *, progress: bool = False) -> Path:
 
 
 def ensure_models(settings: Settings, names: Iterable[str]) -> dict[str, Path]:
-    """Make sure that these models' weights are there, with progress shown; files by model (none for weights made in
-    code). Raises what `ensure_weights` raises."""
-    sources = {name: settings.models[name].source for name in names}
-    return {
-        name: ensure_weights(source, progress=True)
-        for name, source in sources.items()
-        if not source.startswith(RANDOM_PREFIX)
-    }
+    """Make sure that these models' weights are there, with progress shown; files by model (none where no worker
+    reads one). Raises what `ensure_weights` raises."""
+    sources = {name: settings.models[name].gguf_source for name in names}
+    return {name: ensure_weights(source, progress=True) for name, source in sources.items() if source is not None}
 
 
 def known_source(source: str) -> Source | None:

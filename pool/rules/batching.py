@@ -89,13 +89,17 @@ def prefill_stops(pending: Sequence[Prefill], *, budget_tokens: int, grid: int) 
     """For each session in order of arrival, where its chunk of this tick stops (equal to `done`: no chunk).
 
     Chunks end at absolute multiples of `grid` or at the prompt's end. At least one grid cell always runs, so a budget
-    below the grid still makes progress.
+    below the grid still makes progress. A session may have begun between two multiples: the few tokens to the next one
+    are no chunk of their own.
     """
-    left = max(budget_tokens, grid)
+    to_grid = -pending[0].done % grid if pending else 0
+    left = max(budget_tokens, to_grid + grid)
     stops: list[int] = []
     for work in pending:
         reach = min(work.done + left, work.prompt_tokens)
-        stop = reach if reach == work.prompt_tokens else max(reach // grid * grid, work.done)
+        stop = reach if reach == work.prompt_tokens else reach // grid * grid
+        if stop < work.prompt_tokens and stop - work.done < grid:
+            stop = work.done
         stops.append(stop)
         left -= stop - work.done
     return stops

@@ -21,21 +21,21 @@ by changing places.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pool.rules.kv_blocks import IntegrityError, common_prefix
-from pool.rules.slot_contents import WORTH_TOKENS, Content, Key, Placement, SlotUsage, Swap, TokenIds
+from pool.rules.slot_contents import WORTH_TOKENS, Content, Key, Placement, SlotUsage, Swap, TokenIds, all_but_last
 
 
 @dataclass
 class SlotPool:
-    """The books of `total` slots of `slot_tokens` positions each. A session begins with a multiple of
-    `grid` positions."""
+    """The books of `total` slots of `slot_tokens` positions each. `begins_with`: how many positions a session begins
+    with, less than its prompt has, where so many are in common and its prompt has so many."""
 
     total: int
     slot_tokens: int
-    grid: int = 1
+    begins_with: Callable[[int, int], int] = all_but_last
     evictions: int = 0
     _contents: dict[int, Content] = field(default_factory=dict)
     _slots: dict[Key, int] = field(default_factory=dict)
@@ -200,10 +200,8 @@ class SlotPool:
     def _candidates(self, prompt: TokenIds, scope: str) -> Iterator[tuple[int, int, Content]]:
         for slot, content in self._contents.items():
             if content.scope == scope:
-                limit = min(content.findable, len(prompt) - 1)
-                held = (
-                    common_prefix(content.tokens[:limit], prompt[:limit]) // self.grid * self.grid if limit > 0 else 0
-                )
+                limit = min(content.findable, len(prompt))
+                held = self.begins_with(common_prefix(content.tokens[:limit], prompt[:limit]), len(prompt))
                 if held:
                     yield slot, held, content
 

@@ -29,10 +29,13 @@ class Pace:
     decode_s: float = 0.0
     token_s: float = 0.0
 
-    def after(self, took_s: float, *, rows: int, prefill_tokens: int) -> Pace:
-        """The pace after a step of so many decode rows and prompt tokens."""
-        if prefill_tokens:
+    def after(self, took_s: float, *, rows: int, prefill_tokens: int, grid: int = 1) -> Pace:
+        """The pace after a step of so many decode rows and prompt tokens. Less than a cell of the grid are ends of
+        prompts of which the rest was there: such tokens are as dear as rows, and say nothing of many."""
+        if prefill_tokens >= grid:
             return Pace(self.decode_s, _smoothed(self.token_s, took_s / (rows + prefill_tokens)))
+        if prefill_tokens:
+            return self
         return Pace(_smoothed(self.decode_s, took_s), self.token_s)
 
 

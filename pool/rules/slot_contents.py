@@ -18,6 +18,11 @@ WORTH_SHARE = 16
 WORTH_TOKENS = 16
 
 
+def all_but_last(common: int, prompt_tokens: int) -> int:
+    """A session may begin with any part of a prompt, but its last token is computed."""
+    return min(common, prompt_tokens - 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Swap:
     """The contents of two slots change places; either may be free."""

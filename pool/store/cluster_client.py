@@ -30,6 +30,27 @@ MakePool = Callable[[str], redis.ConnectionPool]
 _FAILURES = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, redis.exceptions.ClusterDownError)
 
 
+class NodeClient(redis.Redis):
+    """A client of one node. When it fails, another may have its slots by now."""
+
+    slots: SlotMap
+    address: str
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Whatever else than single commands is sent to the node."""
+        try:
+            yield
+        except _FAILURES:
+            self.slots.doubt(self.address)
+            raise
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """As Redis.execute_command."""
+        with self.watched():
+            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+
+
 class ClusterPools(redis.ConnectionPool):
     """The pools of all nodes. As a pool it gives connections to any of them, which is all that publishing and
     subscribing need: the nodes pass every message on to each other."""
@@ -51,7 +72,9 @@ class ClusterPools(redis.ConnectionPool):
         node = self._nodes.get(address)
         if node is None:
             with self._nodes_lock:
-                made = redis.Redis.from_pool(self._make_pool(self._address.node_url(address)))
+                made = NodeClient(connection_pool=self._make_pool(self._address.node_url(address)))
+                made.auto_close_connection_pool = True
+                made.slots, made.address = self.slots, address
                 node = self._nodes.setdefault(address, made)
         return node
 
@@ -125,16 +148,6 @@ class ClusterClient(redis.Redis):
             self.connection_pool.slots.moved(error.slot_id, address)
         return self.connection_pool.node(address)
 
-    @contextmanager
-    def watched(self, node: Node) -> Iterator[None]:
-        """Calls to a node: when it fails, another may have its slots by now."""
-        try:
-            yield
-        except _FAILURES:
-            kwargs = node.connection_pool.connection_kwargs
-            self.connection_pool.slots.doubt(address_of(kwargs["host"], kwargs["port"]))
-            raise
-
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """As Redis.execute_command."""
         key = key_of(args)
@@ -145,21 +158,19 @@ class ClusterClient(redis.Redis):
             return replies[0]
         node = self.connection_pool.any_node()
         try:
-            with self.watched(node):
-                return node.execute_command(*args, **options)
+            return node.execute_command(*args, **options)
         except _FAILURES:
             self.connection_pool.skip()
             raise
 
     def _follow(self, node: Node, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         for _ in range(REDIRECTS):
-            with self.watched(node):
-                try:
-                    return node.execute_command(*args, **options)
-                except redis.exceptions.AskError as error:
-                    node, asked = self.redirected(error), not isinstance(error, redis.exceptions.MovedError)
+            try:
+                return node.execute_command(*args, **options)
+            except redis.exceptions.AskError as error:
+                node, asked = self.redirected(error), not isinstance(error, redis.exceptions.MovedError)
             if asked:
-                with self.watched(node):
+                with node.watched():
                     pipe = node.pipeline(transaction=False)
                     pipe.execute_command("ASKING")
                     pipe.execute_command(*args, **options)
@@ -195,7 +206,7 @@ class ClusterPipeline(redis.client.Pipeline):
             for at in positions:
                 args, options = stack[at]
                 pipe.execute_command(*args, **options)
-            with self._client.watched(node):
+            with node.watched():
                 replies |= zip(positions, pipe.execute(raise_on_error=False), strict=True)
         answers = [self._settled(command, replies[at]) for at, command in enumerate(stack)]
         if raise_on_error:

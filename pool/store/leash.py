@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 _EXEC_SCRIPT = str(Path(__file__).with_name("leash_exec.py"))
+#: In the place of a signal: see `leash_exec`.
+_WITH_CHILDREN = "group"
 _SPAWNER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="leash")
 
 
@@ -27,13 +29,16 @@ def spawn(
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
     private_files: bool = False,
+    with_children: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start `argv` on a leash, in its own process group, without standard input; stderr goes where stdout goes.
 
-    The process that runs `argv` has the returned object's pid. `private_files`: it creates files only its user can
-    read.
+    The process that runs `argv` has the returned object's pid, unless `with_children`: then that is a keeper's, its
+    parent, which takes the whole group along when this process dies, whatever `argv` has started in it. It exits as
+    `argv` does, with 128 + N for signal N. `private_files`: it creates files only its user can read.
     """
-    command = [sys.executable, "-I", "-S", _EXEC_SCRIPT, str(os.getpid()), str(int(signal.SIGKILL)), *argv]
+    how = _WITH_CHILDREN if with_children else str(int(signal.SIGKILL))
+    command = [sys.executable, "-I", "-S", _EXEC_SCRIPT, str(os.getpid()), how, *argv]
     return _SPAWNER.submit(
         lambda: subprocess.Popen(
             command,

@@ -16,7 +16,7 @@ def node_of(client: Client, key: str) -> Client:
 
 def same_node(client: Client, node: Client) -> Client:
     """A server that another client talks to, as this one does."""
-    return client.connection_pool.node(name_of(client, node)) if isinstance(client, ClusterClient) else client
+    return client.connection_pool.node(node.address) if isinstance(client, ClusterClient) else client
 
 
 def learn(client: Client, error: redis.exceptions.AskError) -> None:
@@ -38,10 +38,7 @@ def is_spread(client: Client) -> bool:
 
 def name_of(client: Client, node: Client) -> str:
     """What to call one of several servers in a message: its address; "" for the only one."""
-    if not isinstance(client, ClusterClient):
-        return ""
-    kwargs = node.connection_pool.connection_kwargs
-    return f"{kwargs['host']}:{kwargs['port']}"
+    return node.address if isinstance(client, ClusterClient) else ""
 
 
 def server_ms(client: Client, key: str) -> int:

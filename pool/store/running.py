@@ -14,7 +14,7 @@ from typing import Any
 import redis
 
 from pool.store import wire
-from pool.store.cluster_client import REDIRECTS, ClusterClient, grouped
+from pool.store.cluster_client import REDIRECTS, ClusterClient, NodeClient, grouped
 from pool.store.connection import Client
 from pool.store.scripts import Command, all_scripts
 from pool.store.slot_map import key_of
@@ -58,7 +58,7 @@ class Line:
     def __init__(self, client: Client, key: str) -> None:
         self._client = client
         self._key = key
-        self._node: redis.Redis | None = None
+        self._node: Client = None
         self._connection: Any = None
 
     def run_stream(self, commands: Iterable[Command]) -> Iterator[Any]:
@@ -67,12 +67,12 @@ class Line:
         if node is not self._node:
             self.close()
             self._node, self._connection = node, node.connection_pool.make_connection()
-        with _watched(self._client, node):
+        with _watched(node):
             wire.check_idle(self._connection)
         return self._watched_stream(node, commands)
 
     def _watched_stream(self, node: redis.Redis, commands: Iterable[Command]) -> Iterator[Any]:
-        with _watched(self._client, node):
+        with _watched(node):
             yield from wire.stream(self._connection, commands, _Redo(self._client))
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Line:
 
 
 def _run_at(client: Client, node: Any, commands: Iterable[Command]) -> Iterator[Any]:
-    with _watched(client, node):
+    with _watched(node):
         connection = node.connection_pool.get_connection()
         try:
             yield from wire.stream(connection, commands, _Redo(client))
@@ -94,8 +94,8 @@ def _node(client: Client, key: str) -> Any:
     return client.node_of(key) if isinstance(client, ClusterClient) else client
 
 
-def _watched(client: Client, node: redis.Redis) -> AbstractContextManager[None]:
-    return client.watched(node) if isinstance(client, ClusterClient) else nullcontext()
+def _watched(node: Client) -> AbstractContextManager[None]:
+    return node.watched() if isinstance(node, NodeClient) else nullcontext()
 
 
 def _key_of(command: Command) -> str:
@@ -121,7 +121,7 @@ class _Redo:
         for _ in range(REDIRECTS):
             node = client.redirected(reply)
             before: list[Command] = [] if isinstance(reply, redis.exceptions.MovedError) else [["ASKING"]]
-            with client.watched(node):
+            with node.watched():
                 reply = self._ask(node.connection_pool, [*before, command])
             if not isinstance(reply, redis.exceptions.AskError):
                 break

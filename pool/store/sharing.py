@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pool.store.connection import Client
 from pool.store.handouts import Entry
 from pool.store.keys import ModelKeys
-from pool.store.running import run, run_many
-from pool.store.scripts import Command, script
+from pool.store.running import run
+from pool.store.scripts import script
 
 #: How often a job may go back to the stream before somebody begins it.
 MOST_HOPS = 3
@@ -37,7 +37,7 @@ class Sharing:
     rank: str
     has_others: Callable[[], bool] = lambda: False
     keys: ModelKeys = field(init=False)
-    _told: str = field(init=False, default="")
+    _told: tuple[int, int] | None = field(init=False, default=None)
     _has_left: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -46,11 +46,11 @@ class Sharing:
     def tell(self, client: Client, in_flight: int, slots: int) -> None:
         """Let others know how full this replica is, if it has changed. For several threads: the last one to tell may
         be wrong by a moment, until the next."""
-        now = f"{in_flight} {slots}"
+        now = (in_flight, slots)
         if not self.has_others() or self._has_left or now == self._told:
             return
-        commands: list[Command] = [["HSET", self.keys.load, self.rank, now], ["PEXPIRE", self.keys.load, TOLD_MS]]
-        run_many(client, commands)
+        command = script("tell")(load=self.keys.load, rank=self.rank, inflight=in_flight, slots=slots, keep=TOLD_MS)
+        run(client, command)
         self._told = now
 
     def leave(self, client: Client) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import redis
@@ -11,7 +13,6 @@ import redis
 from pool.errors import StateUnavailable
 from pool.store.audit import Audit
 from pool.store.connection import connect
-from pool.store.delivery import Delivery
 from pool.store.handouts import Write
 from pool.store.hints import Subscription
 from pool.store.jobs import JobStore
@@ -23,6 +24,8 @@ from tests.cluster.conftest import model_on
 from tests.clusters import StateCluster
 from tests.waiting import wait_until
 from webapp.waits import Waits
+
+T = TypeVar("T")
 
 #: For an election: the node's timeout, and what a loaded machine makes of it.
 ELECTION_S = 30
@@ -45,10 +48,11 @@ def test_a_replica_takes_over(mortal_cluster: StateCluster) -> None:
     os.kill(cluster.primaries[0].server.pid, signal.SIGKILL)
     wait_until(lambda: _takes_writes(store, model), description="the election", timeout_s=ELECTION_S)
     assert cluster.owner(f"{{{model}:0}}") is cluster.replicas[0]
-    (answer,) = rank.write([Write(handout.lease, 0, (), completed("x"))])
+    end = Write(handout.lease, 0, (), completed("x"))
+    (answer,) = _again(lambda: rank.write([end]))
     assert answer.code == "ok"
-    (second,) = _taken(rank)
-    assert second == queued.ref.token
+    (second,) = _again(lambda: rank.take(2, 100).handouts)
+    assert second.lease.token == queued.ref.token
     listener = Subscription(client, node_channel("me"))
     store.notify("token", watch="me", rank="")
     assert listener.message(5) == b"token"
@@ -98,13 +102,13 @@ def _takes_writes(store: JobStore, model: str) -> bool:
     return True
 
 
-def _taken(rank: Delivery) -> list[str]:
-    """What there is to take; the first read may find its connection broken."""
+def _again(call: Callable[[], list[T]]) -> list[T]:
+    """What a worker does: the first call finds its connection broken, and so learns that the node is gone."""
 
-    def take() -> list[str]:
+    def attempt() -> list[T]:
         try:
-            return [found.lease.token for found in rank.take(2, 100).handouts]
+            return call()
         except (StateUnavailable, redis.exceptions.RedisError):
             return []
 
-    return wait_until(take, description="a job to take")
+    return wait_until(attempt, description="an answer of the new node")

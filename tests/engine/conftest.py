@@ -110,6 +110,15 @@ def load_small(path: Path, *, slots: int = 6, **settings: Any) -> LlamaCpp:
     return load_llama(path, slots=slots, slot_tokens=512, bytes_per_token=BYTES_PER_TOKEN, **settings)
 
 
+@pytest.fixture
+def small(small_path: Path) -> Iterator[LlamaCpp]:
+    """An engine of this test's own: six slots of 512 positions."""
+    engine = load_small(small_path)
+    yield engine
+    engine.check_integrity()
+    engine.close()
+
+
 @pytest.fixture(params=list(WORKLOADS))
 def engine_name(request: pytest.FixtureRequest) -> str:
     return str(request.param)

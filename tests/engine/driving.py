@@ -75,11 +75,13 @@ def prefill(
 def feed(
     engine: Engine, session: str, prompt: TokenIds, held: int, *, epoch: int = 0, chunk: int | None = None
 ) -> Logits:
-    """The rest of a prompt, of which the session holds `held` positions; the logits after its last token."""
-    size = chunk or len(prompt)
-    for start in range(held, len(prompt), size):
-        part = prompt[start : start + size]
-        (result,) = engine.step([Member(session, epoch, part, start, start + size >= len(prompt))])
+    """The rest of a prompt, of which the session holds `held` positions, in chunks that end at multiples of `chunk`;
+    the logits after its last token."""
+    size, start = chunk or len(prompt), held
+    while start < len(prompt):
+        stop = min(start // size * size + size, len(prompt))
+        (result,) = engine.step([Member(session, epoch, prompt[start:stop], start, stop == len(prompt))])
+        start = stop
     return row_of(result)
 
 
@@ -242,7 +244,8 @@ class RandomSchedule:
         stream, session = self.streams[index], _session(index)
         if stream.held >= len(stream.prompt):
             return Member(session, self.EPOCH, ids(stream.tokens[-1]), stream.held)
-        end = min(stream.held + self.engine.prefill_grid * int(self.rng.integers(1, 6)), len(stream.prompt))
+        grid = self.engine.prefill_grid
+        end = min((stream.held // grid + int(self.rng.integers(1, 6))) * grid, len(stream.prompt))
         return Member(session, self.EPOCH, stream.prompt[stream.held : end], stream.held, end == len(stream.prompt))
 
 

@@ -55,5 +55,5 @@ def engine_work(system: System) -> dict[str, float]:
 def engine_sessions(system: System) -> set[str]:
     """Sessions that the scripted engines began and have not been told to forget."""
     lines = [line.split() for line in system.scripted_log.read_text().splitlines()]
-    begun = {" ".join(words[1:]) for words in lines if words[0] == "start"}
-    return begun - {" ".join(words[1:]) for words in lines if words[0] == "free"}
+    begun = {" ".join(words[1:4]) for words in lines if words[0] == "start"}
+    return begun - {" ".join(words[1:4]) for words in lines if words[0] == "free"}

@@ -132,7 +132,7 @@ def test_the_command_line_loads_unloads_and_reloads(start_system: StartSystem) -
         return done.stdout if code == 0 else done.stderr
 
     assert run("unload", SCRIPTED, "--drain-timeout", "5") == f"{SCRIPTED}: unloaded\n"
-    assert next(line for line in run("list").splitlines() if line.startswith(SCRIPTED)).split().count("unloaded")
+    assert {row["id"]: row["state"] for row in json.loads(run("list", "--json"))}[SCRIPTED] == "unloaded"
     assert run("load", SCRIPTED) == f"{SCRIPTED}: loaded\n"
     assert run("load", SCRIPTED, "--no-wait") == f"{SCRIPTED}: loaded\n"
     assert "No model of this name" in run("load", "nowhere", code=1)

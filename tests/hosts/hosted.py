@@ -4,6 +4,7 @@ state server through unix sockets, which no cut of the network touches."""
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,10 @@ class HostedSystem(System):
         return "http://api"
 
     def _healthy(self, api: Part) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            # httpx leaves a socket open that cannot connect.
+            if probe.connect_ex(str(self._api_socket)):
+                return False
         try:
             return self.http.get(f"{self.api_url(api)}/healthz", timeout=5).status_code == 200
         except httpx.HTTPError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from contextlib import ExitStack, closing
 from functools import cache
 from types import TracebackType
 from typing import Self
@@ -86,33 +87,34 @@ class Lab:
     """A switch, and hosts `names` at 10.77.0.1, .2, ... in this order."""
 
     def __init__(self, *names: str) -> None:
-        self._switch = Host([], way())
-        self._switch.run("ip", "link", "add", "switch", "type", "bridge")
-        self._switch.run("ip", "link", "set", "switch", "up")
-        # Namespaces of the same user namespace, so that links can be passed between them.
-        self.hosts = {
-            name: Host(self._switch.enter, ("--net",), f"{NETWORK}.{number}") for number, name in enumerate(names, 1)
-        }
-        for name, host in self.hosts.items():
-            self._switch.run(*f"ip link add name {name} type veth peer name eth0 netns {host.pid}".split())
-            self._switch.run("ip", "link", "set", name, "up")
-            self.plug(name)
-            host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
-            for link in ("lo", "eth0"):
-                host.run("ip", "link", "set", link, "up")
+        with ExitStack() as stack:
+            self._switch = stack.enter_context(closing(Host([], way())))
+            self._switch.run(*["ip", "link", "add", "name", "switch", "type", "bridge"])
+            self._switch.run(*["ip", "link", "set", "dev", "switch", "up"])
+            self.hosts: dict[str, Host] = {}
+            for number, name in enumerate(names, 1):
+                # A namespace of the same user namespace, so that a link can be passed to it.
+                host = stack.enter_context(closing(Host(self._switch.enter, ("--net",), f"{NETWORK}.{number}")))
+                self._switch.run(*f"ip link add name {name} type veth peer name eth0 netns {host.pid}".split())
+                self._switch.run(*f"ip link set dev {name} up".split())
+                self.plug(name)
+                host.run(*f"ip address add {host.address}/24 dev eth0".split())
+                for link in ("lo", "eth0"):
+                    host.run(*f"ip link set dev {link} up".split())
+                self.hosts[name] = host
+            self._stack = stack.pop_all()
 
     def plug(self, name: str) -> None:
         """Connect a host to the switch."""
-        self._switch.run("ip", "link", "set", name, "master", "switch")
+        self._switch.run("ip", "link", "set", "dev", name, "master", "switch")
 
     def unplug(self, name: str) -> None:
         """Cut a host off. It is not told: its packets vanish, and nobody refuses its connections."""
-        self._switch.run("ip", "link", "set", name, "nomaster")
+        self._switch.run("ip", "link", "set", "dev", name, "nomaster")
 
     def close(self) -> None:
         """End all hosts. Whatever else still runs on them goes on, without a network."""
-        for host in (*self.hosts.values(), self._switch):
-            host.close()
+        self._stack.close()
 
     def __enter__(self) -> Self:
         return self

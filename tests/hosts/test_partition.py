@@ -84,6 +84,7 @@ class Stream:
         return [*shown, ("text", self.text)]
 
 
+@pytest.mark.timeout(600 if LONG else 120)
 @pytest.mark.parametrize("hosted", [OPTIONS], indirect=True)
 def test_a_worker_that_is_cut_off_loses_nothing_and_repeats_nothing(hosted: HostedSystem) -> None:
     """A worker's host is cut off while it streams. Its jobs go on at the other one; those that come meanwhile run

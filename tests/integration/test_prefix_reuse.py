@@ -28,7 +28,7 @@ CONTEXT = 4096
 #: Room for four sessions of either engine.
 KV_BYTES = 8 * CONTEXT * BYTES_PER_TOKEN
 #: Positions in which an engine shares.
-UNITS = {"numpy": KV_PAGE, "llama_cpp": 16}
+UNITS = {"numpy": KV_PAGE, "llama_cpp": 2}
 TENANTS = ("first", "second")
 SYSTEM = " ".join(f"In place {number} you may do what other people of this world have made." for number in range(80))
 #: Long enough to be worth a copy of all that is before it.

@@ -38,11 +38,11 @@ def up_environment(state_folder: Path) -> dict[str, str]:
 
 
 class Up:
-    """A running `genpool up` of a user of its own, with one tiny model."""
+    """A running `genpool up` of a user of its own, with one tiny model; `settings`: further variables."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, **settings: str) -> None:
         self.folder = folder / "state"
-        self.environment = up_environment(self.folder)
+        self.environment = up_environment(self.folder) | settings
         self.lines: list[str] = []
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "genpool.py"), "up", "--port", "0", *arguments],
@@ -210,12 +210,20 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(broken: subproces
     assert "genpool is ready" not in output
 
 
-def test_the_ready_line_names_flower(tmp_path: Path) -> None:
-    """With the address that answers."""
+def test_the_ready_line_names_flower_and_each_replica_has_a_worker(tmp_path: Path) -> None:
+    """With the address that answers; all workers of a model serve it, each under a name of its own."""
     pytest.importorskip("flower")
     port = free_port()
-    running = Up(tmp_path, "--flower", "--flower-port", str(port))
+    running = Up(tmp_path, "--flower", "--flower-port", str(port), GENPOOL_MODELS__TINY__REPLICAS="2")
+
+    def ranks() -> set[str]:
+        (tiny,) = [
+            row for row in json.loads(running.ask("GET", "/v1/admin/models?ranks=1")[1])["data"] if row["enabled"]
+        ]
+        return {rank["rank"].partition("@")[0] for rank in tiny["ranks"] if rank["state"] == "loaded"}
+
     try:
+        wait_until(lambda: ranks() == {"tiny", "tiny-2"}, description="both replicas", timeout_s=60)
         docs = f"examples are at http://127.0.0.1:{running.port}/docs"
         assert running.ready.endswith(f"serves tiny; {docs}; Flower is at http://127.0.0.1:{port}")
         running.port = port
@@ -225,7 +233,7 @@ def test_the_ready_line_names_flower(tmp_path: Path) -> None:
     finally:
         running.end()
     (line,) = (line for line in running.lines if line.startswith("stopping: "))
-    order = "api, then worker tiny, then flower, then state"
+    order = "api, then worker tiny and worker tiny 2, then flower, then state"
     assert line == f"stopping: {order}; mostly seconds, at most 100 s; a second signal hurries\n"
 
 

@@ -10,7 +10,7 @@ last `|` in it (a conversation is written in one line, its messages parted by `|
     quit AFTER          emit AFTER filler bytes, then end the thread that steps
 
 Each step takes `delay_ms`. The log gets a line for each beginning, each token and each release, over all processes that
-share it: `start SESSION ATTEMPT PID`, `tok SESSION N PID` and `free SESSION ATTEMPT PID`.
+share it: `start SESSION ATTEMPT PID TIME`, `tok SESSION N PID` and `free SESSION ATTEMPT PID TIME`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ScriptedEngine(BlockEngine):
         found = super().begin(session, epoch, prompt, positions, scope)
         if found is not None:
             self._begun.add((session, epoch))
-            self._log.write(f"start {session} {epoch} {os.getpid()}\n")
+            self._log.write(f"start {session} {epoch} {os.getpid()} {time.time():.4f}\n")
         return found
 
     def step(self, batch: Sequence[Member]) -> list[StepResult]:
@@ -131,7 +131,7 @@ class ScriptedEngine(BlockEngine):
         super().release(session, epoch, tokens=tokens, holder=holder)
         if (session, epoch) in self._begun:
             self._begun.remove((session, epoch))
-            self._log.write(f"free {session} {epoch} {os.getpid()}\n")
+            self._log.write(f"free {session} {epoch} {os.getpid()} {time.time():.4f}\n")
 
     def close(self) -> None:
         """End the log."""

@@ -24,7 +24,7 @@ class Slots(RuleBasedStateMachine):
 
     @initialize(total=st.integers(1, 6), grid=st.sampled_from((1, 16)))
     def make(self, total: int, grid: int) -> None:
-        self.pool = SlotPool(total, SLOT_TOKENS, grid)
+        self.pool = SlotPool(total, SLOT_TOKENS, lambda common, tokens: min(common, tokens - 1) // grid * grid)
         self.grid = grid
         self.held: list[list[int]] = [[] for _ in range(total)]
         self.prompts: dict[Key, list[int]] = {}

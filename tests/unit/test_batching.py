@@ -163,23 +163,26 @@ def test_rotation_serves_everybody_within_one_round(count: int, batch: int) -> N
 
 @settings(deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 400), max_size=12),
+    prompts=st.lists(st.tuples(st.integers(1, 400), st.floats(0, 1, exclude_max=True)), max_size=12),
     budget=st.integers(1, 300),
     grid=st.sampled_from([1, 8, 16]),
 )
-def test_prefill_ends_for_all_on_the_grid_and_within_budget(lengths: list[int], budget: int, grid: int) -> None:
-    """Every chunk ends on the grid or at the prompt's end, a tick stays within its budget (at least one grid cell), the
-    first in line always moves, and all prompts end."""
-    done = [0] * len(lengths)
+def test_prefill_ends_for_all_on_the_grid_and_within_budget(
+    prompts: list[tuple[int, float]], budget: int, grid: int
+) -> None:
+    """Wherever sessions begin: every chunk ends on the grid or at its prompt's end, and no other is less than a cell;
+    a tick stays within its budget (at least one cell), the first in line always moves, and all prompts end."""
+    lengths, done = [length for length, _ in prompts], [int(length * share) for length, share in prompts]
     for _ in range(2 * sum(lengths) + 1):
         open_now = [index for index, length in enumerate(lengths) if done[index] < length]
         if not open_now:
             break
         stops = prefill_stops([Prefill(done[i], lengths[i]) for i in open_now], budget_tokens=budget, grid=grid)
-        assert sum(stop - done[i] for i, stop in zip(open_now, stops, strict=True)) <= max(budget, grid)
+        cell = grid + -done[open_now[0]] % grid
+        assert sum(stop - done[i] for i, stop in zip(open_now, stops, strict=True)) <= max(budget, cell)
         assert stops[0] > done[open_now[0]]
         for index, stop in zip(open_now, stops, strict=True):
-            assert stop in (done[index], lengths[index]) or stop % grid == 0
+            assert stop in (done[index], lengths[index]) or (stop % grid == 0 and stop - done[index] >= grid)
             assert done[index] <= stop <= lengths[index]
             done[index] = stop
     assert done == lengths

@@ -9,7 +9,16 @@ import pytest
 
 from pool.rules.kv_blocks import IntegrityError
 from pool.rules.kv_slots import SlotPool
-from pool.rules.slot_contents import WORTH_SHARE, WORTH_TOKENS, Key, Placement, SlotUsage, Swap, TokenIds
+from pool.rules.slot_contents import (
+    WORTH_SHARE,
+    WORTH_TOKENS,
+    Key,
+    Placement,
+    SlotUsage,
+    Swap,
+    TokenIds,
+    all_but_last,
+)
 
 SLOT_TOKENS = 1000
 
@@ -189,10 +198,14 @@ def test_scopes_do_not_share() -> None:
     assert placement.held == 0
 
 
-@pytest.mark.parametrize(("grid", "found"), [(1, 49), (16, 48)])
-def test_the_last_token_is_never_found(grid: int, found: int) -> None:
-    """And what is found ends on the grid."""
-    pool = SlotPool(2, SLOT_TOKENS, grid)
+def whole_cells(common: int, prompt_tokens: int) -> int:
+    return min(common, prompt_tokens - 1) // 16 * 16
+
+
+@pytest.mark.parametrize(("begins_with", "found"), [(all_but_last, 49), (whole_cells, 48)])
+def test_the_last_token_is_never_found(begins_with: Callable[[int, int], int], found: int) -> None:
+    """And what is found ends where the engine says."""
+    pool = SlotPool(2, SLOT_TOKENS, begins_with)
     run(pool, "a", tokens((1, 50)))
     end(pool, "a")
     assert pool.resident(tokens((1, 50)), "") == found

@@ -45,6 +45,16 @@ def test_what_is_not_known_is_tried_with_little_beside_others() -> None:
     assert budget(Pace(), settled=False) == 4096
 
 
+def test_ends_of_prompts_say_nothing_of_many_tokens() -> None:
+    """A token takes as long as a decode row: were all as dear, a burst would be computed in drops."""
+    pace = Pace(0.02, 0.002)
+    for _ in range(100):
+        pace = pace.after(0.02, rows=0, prefill_tokens=1, grid=16)
+    assert pace == Pace(0.02, 0.002)
+    assert Pace().after(0.02, rows=0, prefill_tokens=15, grid=16) == Pace()
+    assert pace.after(0.096, rows=0, prefill_tokens=16, grid=16).token_s == pytest.approx(0.004)
+
+
 @given(
     row_s=costs_s,
     token_s=costs_s,

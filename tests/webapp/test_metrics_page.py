@@ -62,7 +62,8 @@ def told() -> dict[str, Any]:
     for reason in (Reason.QUEUE_FULL, Reason.KV_BUDGET, Reason.QUEUE_FULL):
         telemetry.rejected_for(reason)
     limits = {"configured_target_inflight": 8, "effective_target_inflight": 4, "runtime_inflight": 9}
-    return telemetry.data(active=8, waiting=1) | limits
+    upstream = {name: 1 for name in (*engine_metrics.GAUGES, *engine_metrics.COUNTERS) if name.startswith("upstream_")}
+    return telemetry.data(active=8, waiting=1) | limits | upstream
 
 
 def beat(worker: PlayingWorker, rank: str, facts: dict[str, Any]) -> None:

@@ -66,8 +66,11 @@ class Endpoint:
         """A client for short questions, from any thread."""
         return httpx2.Client(timeout=PROBE_S, verify=self._ssl(), trust_env=self.trust_env, headers=self.headers)
 
-    def _ssl(self) -> ssl.SSLContext:
-        """One for all: making one reads all the certificates."""
+    def _ssl(self) -> ssl.SSLContext | bool:
+        """One for all: making one reads all the certificates, which takes longer than many a request. Without TLS there
+        is nothing to verify, as no redirect is followed."""
+        if not self.base.startswith("https:"):
+            return False
         with self._lock:
             if self._context is None:
                 self._context = httpx2.create_ssl_context(trust_env=self.trust_env)

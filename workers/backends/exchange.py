@@ -95,15 +95,16 @@ class Exchange:
             if ask.whole:
                 await take(self._dialect.read(await _text_of(response)))
                 return
+            over = False
             async for event in httpx2.EventSource(response):
-                if self.hung_up:
+                if self.hung_up or over:
+                    # To its end: until then the server counts it, and the connection is not free.
                     continue
                 news = self._dialect.read(event.data)
                 self.heard_s = time.monotonic()
                 self.spoke = self.spoke or bool(news.token_ids or news.text)
+                over = news.over
                 await take(news)
-                if news.over:
-                    return
 
 
 async def _failure_of(response: httpx2.Response) -> UpstreamFailure:

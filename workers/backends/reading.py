@@ -13,6 +13,7 @@ from pool.store.log import TokenLogprobs
 from workers.backends.failures import failure_in_stream, invalid_answer
 from workers.sampling import MIN_LOGPROB
 
+#: Of token ids and of counts.
 MAX_ID = 2**31 - 1
 
 
@@ -30,19 +31,23 @@ def document_of(data: str) -> Mapping[str, Any]:
 
 
 def text_of(holder: Mapping[str, Any], name: str) -> str:
-    """A text that may be missing."""
+    """A text that may be missing. Half of a surrogate pair, which JSON can write and nobody can store, is U+FFFD."""
     value = holder.get(name)
     if value is None:
         return ""
     if not isinstance(value, str):
         raise invalid_answer(f"{name} is no text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return value
 
 
 def count_of(holder: Any, name: str) -> int | None:
     """A number of tokens, None where it does not say."""
     value = holder.get(name) if isinstance(holder, dict) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ID else None
 
 
 def ids_of(holder: Mapping[str, Any], name: str) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ def _serve(
         most=facts.slots or NO_BOUND,
         look=watch.look,
     )
-    runner.on_start = lambda: watch.start(runner.away, runner.back)
+    runner.on_start = lambda: watch.start(runner.ended, runner.back)
     buffer_tokens = settings.programs.of_model(name).decode_buffer_tokens
     return Served(
         runner=runner,

@@ -21,6 +21,7 @@ class RemoteFigures:
     given_back: int = 0
     requests: int = 0
     retries: int = 0
+    restarts: int = 0
     decoded_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -51,4 +52,5 @@ class RemoteFigures:
             "upstream_requests_total": self.requests,
             "upstream_retries_total": self.retries,
             "upstream_given_back_total": self.given_back,
+            "upstream_restarts_total": self.restarts,
         }

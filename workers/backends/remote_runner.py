@@ -21,7 +21,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
 from typing import Any
 
 from pool.backend_settings import UpstreamSettings
@@ -31,7 +31,6 @@ from tasks.ports import (
     Event,
     EventSink,
     Failed,
-    Finished,
     Generation,
     GivenBack,
     RunnerCapacity,
@@ -44,47 +43,19 @@ from workers.backends.endpoint import Endpoint, Slot, Slots
 from workers.backends.exchange import CLOSE_S, Exchange
 from workers.backends.failures import Away, Broken, Busy, UpstreamFailure
 from workers.backends.gate import Gate, backoff_s
-from workers.backends.outputs import LENGTH, Output, TextOutput, TokenOutput, outputs_of
+from workers.backends.outputs import LENGTH, outputs_of
 from workers.backends.remote_figures import RemoteFigures
+from workers.backends.remote_jobs import Choice, Job, Key, finished_of
 
 log = logging.getLogger("genpool.remote")
 
 TICK_S = 0.05
+IDLE_S = 0.5
 CONGESTED_WAIT_S = 0.005
 #: How long a server that has nothing more to tell may take to say so.
 LAST_WORDS_S = 2.0
 #: Ended jobs that are remembered, so that none of them runs again under the same attempt.
 REMEMBERED = 4096
-
-Key = tuple[str, int]
-
-
-@dataclass(eq=False, slots=True)
-class _Choice:
-    """`whole`: the ids of its tokens come only with whole answers; `failures`: since its last token; `waits_s`: since
-    when it waits for the server; `told_s`: when it told its last token; `done`: it has ended by itself."""
-
-    job: _Job
-    output: Output
-    whole: bool = False
-    exchange: Exchange | None = None
-    task: asyncio.Task[None] | None = None
-    failures: int = 0
-    waits_s: float | None = None
-    told_s: float | None = None
-    done: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    generation: Generation
-    choices: list[_Choice] = field(default_factory=list)
-    over: bool = False
-
-    @property
-    def key(self) -> Key:
-        """What others know it by."""
-        return self.generation.job, self.generation.attempt
 
 
 class RemoteRunner:
@@ -122,7 +93,7 @@ class RemoteRunner:
         self._waiting = 0
         #: Guards what callers look at.
         self._lock = threading.Lock()
-        self._jobs: dict[Key, _Job] = {}
+        self._jobs: dict[Key, Job] = {}
         self._ended: OrderedDict[Key, None] = OrderedDict()
         self._in_flight = 0
 
@@ -145,8 +116,8 @@ class RemoteRunner:
             )
         if any(UNTOLD in known for known in generation.replay):
             raise GenerationFailed("What was generated cannot be continued.", code="upstream_lost")
-        job = _Job(generation)
-        job.choices = [_Choice(job, output) for output in outputs_of(generation, self._vocabulary)]
+        job = Job(generation)
+        job.choices = [Choice(job, output) for output in outputs_of(generation, self._vocabulary)]
         for choice in job.choices:
             choice.whole = generation.sampling.logprobs
         with self._lock:
@@ -207,9 +178,9 @@ class RemoteRunner:
         }
         return facts if reason is None else facts | {"last_error": f"{reason.code}: {reason.message}"}
 
-    def away(self, message: str) -> None:
-        """Somebody else has found the server away, and looks for it."""
-        self._call(self._shut, Away(message))
+    def ended(self, message: str) -> None:
+        """The server's process has ended; whoever says so starts it again."""
+        self._call(self._restarts, Away(message))
 
     def back(self) -> None:
         """The server is there (again)."""
@@ -219,6 +190,7 @@ class RemoteRunner:
         """Hang up on everything, end the thread, and return the jobs that had not ended."""
         with self._lock:
             self._stopping = True
+        self._call(self._stir)
         if self._thread is not None:
             self._thread.join()
         left = [job.generation for job in self._jobs.values()]
@@ -244,12 +216,15 @@ class RemoteRunner:
     async def _main(self) -> None:
         self._gate = Gate(self._look, self._clock)
         self._slots = Slots(self._endpoint, self.effective_limit())
+        self._stirred = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._started.set()
         while not self._stopping:
             self._progress += 1
             self._turn()
-            await asyncio.sleep(TICK_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stirred.wait(), TICK_S if self._jobs else IDLE_S)
+            self._stirred.clear()
         await self._hang_up_all()
 
     async def _hang_up_all(self) -> None:
@@ -275,7 +250,7 @@ class RemoteRunner:
                     waiting += not choice.done
                     continue
                 exchange.check(now_s, first_s=upstream.first_token_seconds, stall_s=upstream.stall_seconds)
-                if choice.output.ended and choice.told_s is not None and now_s - choice.told_s > LAST_WORDS_S:
+                if choice.output.ended and now_s - exchange.heard_s > LAST_WORDS_S:
                     exchange.hang_up()
                     self.end(choice)
             since_s = [each.waits_s for each in job.choices if each.waits_s is not None and each.exchange is None]
@@ -283,18 +258,23 @@ class RemoteRunner:
                 self._give_back(job)
         self._waiting = waiting
 
+    def _stir(self) -> None:
+        self._stirred.set()
+
     def _resize(self) -> None:
         self._slots.resize(self.effective_limit())
 
-    def _shut(self, failure: Away) -> None:
+    def _restarts(self, failure: Away) -> None:
+        self.figures.restarts += 1
         self._gate.shut(failure)
 
     def _reopen(self) -> None:
         self._gate.open()
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: Job) -> None:
         if job.over:
             return
+        self._stir()
         self.figures.prompt_tokens += len(job.generation.prompt)
         for choice in job.choices:
             choice.done = choice.output.ended
@@ -304,7 +284,7 @@ class RemoteRunner:
 
     # -- one choice --------------------------------------------------------------------------------------------------
 
-    async def _serve(self, choice: _Choice) -> None:
+    async def _serve(self, choice: Choice) -> None:
         """Ask, and ask again, until the choice has ended."""
         try:
             while not (choice.job.over or choice.output.ended):
@@ -317,7 +297,7 @@ class RemoteRunner:
             log.error("job %s: %s\n%s", choice.job.generation.job, type(error).__name__, place)
             self._fail(choice.job, "upstream_error", "The upstream server's answer could not be handled.")
 
-    async def _ask(self, choice: _Choice) -> None:
+    async def _ask(self, choice: Choice) -> None:
         """One slot, and the requests that it is used for. Raises UpstreamFailure where that is the choice's end."""
         slot = await self._slots.acquire()
         try:
@@ -350,20 +330,20 @@ class RemoteRunner:
         finally:
             self._slots.release(slot)
 
-    async def _wait_for_gate(self, choice: _Choice) -> None:
+    async def _wait_for_gate(self, choice: Choice) -> None:
         if not self._gate.is_open and choice.waits_s is None:
             choice.waits_s = self._clock()
         await self._gate.wait()
 
     @staticmethod
-    def _go_on_or_fail(choice: _Choice) -> None:
+    def _go_on_or_fail(choice: Choice) -> None:
         if not choice.output.can_go_on:
             raise Broken(
                 "The upstream server was lost after part of the output was shown, and cannot continue it.",
                 code="upstream_lost",
             )
 
-    async def _exchange(self, choice: _Choice, slot: Slot) -> None:
+    async def _exchange(self, choice: Choice, slot: Slot) -> None:
         """One request. Raises UpstreamFailure where it brought no end."""
         job, output = choice.job, choice.output
         exchange = choice.exchange = Exchange(self._endpoint, self._dialect, slot)
@@ -373,21 +353,25 @@ class RemoteRunner:
             ask = self._dialect.ask(job.generation, job.choices.index(choice), output.known, whole=choice.whole)
             await exchange.run(ask, reader.take)
         except UpstreamFailure:
-            if not output.ended:
+            # What happens after the server has said why the output ended is of no matter.
+            if not (output.ended or reader.finish):
                 raise
         finally:
             choice.exchange = None
-        if output.ended:
-            self.end(choice)
-        if exchange.hung_up or job.over or output.ended:
+        if exchange.hung_up or job.over:
             return
-        if reader.finish and not (choice.whole and reader.finish == LENGTH and reader.made_some):
-            self._tell(choice, output.close(reader.finish))
-            self.end(choice)
-        elif not reader.finish:
+        self.conclude(choice, reader.finish, has_more=choice.whole and reader.made_some)
+        if not (output.ended or reader.finish):
             raise Broken("The upstream server's answer has no end.", code="upstream_lost")
 
-    def served(self, choice: _Choice) -> None:
+    def conclude(self, choice: Choice, finish: str, *, has_more: bool) -> None:
+        """The server has said all; `has_more`: where it stopped at the length that it was asked for."""
+        if finish and not choice.output.ended and not (has_more and finish == LENGTH):
+            self._tell(choice, choice.output.close(finish))
+        if choice.output.ended:
+            self.end(choice)
+
+    def served(self, choice: Choice) -> None:
         """The server has answered this choice."""
         self._gate.served()
         choice.waits_s = None
@@ -397,7 +381,7 @@ class RemoteRunner:
         while self._sink.congested() and not self._stopping:
             await asyncio.sleep(CONGESTED_WAIT_S)
 
-    def tell(self, choice: _Choice, news: News) -> None:
+    def tell(self, choice: Choice, news: News) -> None:
         """What an event brings is told; a choice that ended by that is done."""
         output, now_s = choice.output, self._clock()
         tokens = output.take(news, now_s)
@@ -410,37 +394,37 @@ class RemoteRunner:
             choice.told_s, choice.failures = now_s, 0
         self._tell(choice, tokens)
 
-    def _tell(self, choice: _Choice, tokens: Tokens | None) -> None:
+    def _tell(self, choice: Choice, tokens: Tokens | None) -> None:
         if tokens is not None and not choice.job.over:
             self._sink.deliver([tokens])
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
-    def end(self, choice: _Choice) -> None:
+    def end(self, choice: Choice) -> None:
         """The choice has ended by itself."""
         if not choice.done:
             choice.done = True
             self._finish_if_whole(choice.job)
 
-    def _finish_if_whole(self, job: _Job) -> None:
+    def _finish_if_whole(self, job: Job) -> None:
         if job.over or not all(choice.done for choice in job.choices):
             return
         self.figures.completed += len(job.choices)
-        self._leave(job, _finished(job))
+        self._leave(job, finished_of(job))
 
-    def _fail(self, job: _Job, code: str, message: str) -> None:
+    def _fail(self, job: Job, code: str, message: str) -> None:
         if not job.over:
             self.figures.failed += len(job.choices)
             self._leave(job, Failed(*job.key, code, message))
             self._silence(job)
 
-    def _give_back(self, job: _Job) -> None:
+    def _give_back(self, job: Job) -> None:
         if not job.over:
             self.figures.given_back += len(job.choices)
             self._leave(job, GivenBack(*job.key))
             self._silence(job)
 
-    def _cancel(self, job: _Job, how: Stopped) -> None:
+    def _cancel(self, job: Job, how: Stopped) -> None:
         if job.over:
             return
         if how == "cancelled":
@@ -450,7 +434,7 @@ class RemoteRunner:
         self._leave(job, None)
         self._silence(job)
 
-    def _leave(self, job: _Job, event: Event | None) -> None:
+    def _leave(self, job: Job, event: Event | None) -> None:
         """The job is over here."""
         job.over = True
         if event is not None:
@@ -462,7 +446,7 @@ class RemoteRunner:
                 self._ended.popitem(last=False)
             self._in_flight -= len(job.choices)
 
-    def _silence(self, job: _Job) -> None:
+    def _silence(self, job: Job) -> None:
         """Hang up on its requests; those that wait for anything are dropped."""
         job.over = True
         for choice in job.choices:
@@ -475,7 +459,7 @@ class RemoteRunner:
 class _Reader:
     """Takes the events of one exchange for a choice."""
 
-    def __init__(self, runner: RemoteRunner, choice: _Choice, exchange: Exchange) -> None:
+    def __init__(self, runner: RemoteRunner, choice: Choice, exchange: Exchange) -> None:
         self._runner = runner
         self._choice = choice
         self._exchange = exchange
@@ -502,6 +486,8 @@ class _Reader:
         if output.ended and not output.ends_itself:
             self._exchange.hang_up()
             runner.end(choice)
+        elif news.over:
+            runner.conclude(choice, self.finish, has_more=choice.whole and self.made_some)
         await runner.breathe()
         self._exchange.heard_s = time.monotonic()
 
@@ -510,27 +496,3 @@ class _Reader:
         if self._choice.whole or news.made is None:
             return False
         return news.made > self._told + len(news.token_ids)
-
-
-def _finished(job: _Job) -> Finished:
-    generation, first = job.generation, job.choices[0].output
-    outputs = tuple(choice.output.result() for choice in job.choices)
-    prompt_tokens = first.prompt_tokens or 0 if isinstance(first, TextOutput) else len(generation.prompt)
-    return Finished(*job.key, outputs, prompt_tokens, first.cached_tokens, decode_s=_decode_s(job))
-
-
-def _decode_s(job: _Job) -> float | None:
-    """From the first token of any choice to the last; None where an earlier attempt had made some."""
-    if any(job.generation.replay):
-        return None
-    spans = [_span_s(choice.output) for choice in job.choices]
-    began_s = [began for began, _ in spans if began is not None]
-    ended_s = [ended for _, ended in spans if ended is not None]
-    return max(ended_s) - min(began_s) if began_s and ended_s else None
-
-
-def _span_s(output: Output) -> tuple[float | None, float | None]:
-    if isinstance(output, TokenOutput):
-        return output.session.first_token_s, output.session.last_token_s
-    assert isinstance(output, TextOutput)
-    return output.first_s, output.last_s

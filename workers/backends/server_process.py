@@ -1,4 +1,4 @@
-"""A model server as a child of this process: it dies with it, and never outlives it.
+"""A model server as a child of this process: it dies with it, and so does whatever it has started.
 
 Started without a shell, on a loopback port that was free, with a key made for this one start. What it prints is kept in
 memory, the last lines, and shown only while it has never served: later it might hold prompts.
@@ -24,8 +24,8 @@ log = logging.getLogger("genpool.upstream")
 
 MAX_LINES = 40
 MAX_LINE_CHARS = 400
-#: How long it may take to end by itself.
-STOP_S = 10.0
+#: How long it may take to end by itself; a model has to be freed soon after that.
+STOP_S = 5.0
 
 #: The command that serves on a port.
 Command = Callable[[int], Sequence[str]]
@@ -54,7 +54,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id, 0 before it was started."""
+        """The process group of it and its children, 0 before it was started."""
         return 0 if self._process is None else self._process.pid
 
     @property
@@ -70,7 +70,7 @@ class ServerProcess:
             self.port, self.key = _free_port(), secrets.token_urlsafe(24)
             self._lines.clear()
             env = {**os.environ, **self._variables, self._key_variable: self.key}
-            self._process = spawn(self._command(self.port), stdout=subprocess.PIPE, env=env)
+            self._process = spawn(self._command(self.port), stdout=subprocess.PIPE, env=env, with_children=True)
             self.starts += 1
         log.info("%s: started its server, process %d, port %d", self._name, self._process.pid, self.port)
         threading.Thread(target=self._read, args=(self._process,), name="genpool-upstream-log", daemon=True).start()

@@ -17,7 +17,7 @@ from workers.backends.server_process import ServerProcess
 log = logging.getLogger("genpool.upstream")
 
 #: How often it is seen whether a child still runs.
-CHILD_S = 0.1
+CHILD_S = 0.25
 #: How often a child is asked whether it is well.
 HEALTH_S = 5.0
 READY_S = 0.1
@@ -29,7 +29,8 @@ HEALTH = {"vllm": "/health", "llama_cpp": "/health", "openai": "models"}
 
 
 class Watch:
-    """`kind`: of the server. `away`, `back`: whom to tell (from this thread), once `start` was called."""
+    """`kind`: of the server; `process`: it, where it is a child; `unwell_s`: how long a child may be silent about its
+    health before it is ended."""
 
     def __init__(
         self, name: str, endpoint: Endpoint, kind: str, *, process: ServerProcess | None, unwell_s: float
@@ -94,9 +95,9 @@ class Watch:
 
     # -- serving -----------------------------------------------------------------------------------------------------
 
-    def start(self, away: Callable[[str], None], back: Callable[[], None]) -> None:
-        """Begin to look after it, in a thread of its own."""
-        self._away, self._back = away, back
+    def start(self, ended: Callable[[str], None], back: Callable[[], None]) -> None:
+        """Begin to look after it, in a thread of its own, which tells when a child has ended, and when it is back."""
+        self._ended, self._back = ended, back
         self._thread.start()
 
     def look(self, wait_s: float) -> None:
@@ -159,7 +160,9 @@ class Watch:
     def _restart(self, process: ServerProcess, failures: int) -> None:
         """Start a child that ended again, after a while, and wait until it serves."""
         log.warning("%s: its server ended with %s; starting it again", self._name, process.exit_code)
-        self._away("The server process ended, and is being started again.")
+        self._ended("The server's process ended, and is being started again.")
+        # Its own children, if it has left any.
+        process.kill()
         if self._pause(backoff_s(failures)):
             return
         process.start()

@@ -1,11 +1,10 @@
 """The llama.cpp engine: what people run, on CPUs and GPUs, behind the same port as the numpy engine.
 
 A session is a sequence of llama.cpp with its own part of the KV, a *slot* (`pool.rules.kv_slots` keeps the books). A
-step makes one call for all its single tokens, and one for each piece of a prompt: in one call they would not be
-computed together either, because llama.cpp cuts a batch into parts with equally many rows of each sequence, so the
-first token of a piece would go with the single ones. That would show in the last bits: attention adds up in another
-order for one token of a sequence than for several. For the same reason the last token of a prompt is computed as a
-single one when it alone is beyond the grid, whatever chunk it came in.
+step makes one call for all its single tokens, and others for pieces of prompts (`llama_cpp_cuts`): in one call they
+would not be computed together either, because llama.cpp cuts a batch into parts with equally many rows of each
+sequence, so the first token of a piece would go with the single ones. That would show in the last bits: attention adds
+up in another order for one token of a sequence than for several.
 
 What else shows in the bits is not believed but tried when the model is loaded (`llama_cpp_selftest`).
 """
@@ -39,7 +38,8 @@ from tasks.ports import (
     kept,
 )
 from tasks.vocabulary import Vocabulary
-from workers.engines.llama_cpp_context import ContextOptions, DecodeFailed, LlamaContext, Row
+from workers.engines.llama_cpp_context import ContextOptions, DecodeFailed, LlamaContext
+from workers.engines.llama_cpp_cuts import PREFILL_GRID, Cuts, Part, Piece, packed
 from workers.engines.llama_cpp_library import version
 from workers.engines.llama_cpp_selftest import SelfTest, self_test
 from workers.engines.members import Accepted, Limits, accept
@@ -47,7 +47,6 @@ from workers.engines.snapshots import Snapshot
 
 log = logging.getLogger("genpool.llama_cpp")
 
-PREFILL_GRID = 16
 #: Raised whenever a change of code changes bits or what a snapshot holds.
 NUMERIC_POLICY = "partitioned;f16;singles-apart;1"
 
@@ -56,42 +55,14 @@ _NOTHING = np.empty(0, np.int32)
 
 @dataclass(slots=True)
 class _Session:
-    """`prompt` (P,); `room` and `length` in positions; the first `prefilled` were computed as pieces of the prompt."""
+    """`prompt` (P,); `room` and `length` in positions; the first `prefilled` were computed as pieces of the prompt, of
+    which it `began` with so many."""
 
     prompt: TokenIds
     room: int
     length: int
     prefilled: int
-
-
-@dataclass(slots=True)
-class _Part:
-    """A member that passed its checks: positions [start, cut) are a piece of a prompt, [cut, end) a single token."""
-
-    index: int
-    key: Key
-    tokens: list[int]
-    start: int
-    cut: int
-    wanted: bool
-
-    @classmethod
-    def of(cls, index: int, member: Member, tokens: list[int]) -> _Part:
-        end = member.start + len(tokens)
-        cut = end - 1 if len(tokens) == 1 or end % PREFILL_GRID == 1 else end
-        return cls(index, (member.session, member.epoch), tokens, member.start, cut, member.wants_logits)
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-    def single(self, slot: int) -> Row:
-        return Row(slot, self.tokens[-1], self.end - 1, self.wanted)
-
-    def piece(self, slot: int, start: int, stop: int) -> list[Row]:
-        """Rows of positions [start, stop). The last one's logits show whether all of them are numbers."""
-        tokens = self.tokens[start - self.start : stop - self.start]
-        return [Row(slot, token, start + k, start + k == stop - 1) for k, token in enumerate(tokens)]
+    began: int
 
 
 class LlamaCpp:
@@ -115,9 +86,11 @@ class LlamaCpp:
         self._vocabulary = vocabulary
         self._bytes_per_token = bytes_per_token
         self._context_length = min(context_length, context.slot_tokens)
-        self._pool = SlotPool(options.slots, context.slot_tokens, PREFILL_GRID)
-        self._sessions: dict[Key, _Session] = {}
         self._tested = _tested(context, options)
+        self._cuts = _cuts(options, self._tested)
+        self._packs = self._tested.packs or not self._tested.batch_invariant
+        self._pool = SlotPool(options.slots, context.slot_tokens, self._cuts.begins_with)
+        self._sessions: dict[Key, _Session] = {}
         self._limits = Limits(vocabulary.size, self._context_length, PREFILL_GRID)
         self._fingerprint = _fingerprint(options, vocabulary, digest, self._tested)
 
@@ -175,8 +148,8 @@ class LlamaCpp:
         placement = self._pool.begin(key, prompt, positions, scope)
         if placement is None:
             return None
-        known = self._sessions[key] = _Session(prompt.copy(), positions, 0, 0)
-        known.length = known.prefilled = self._place(key, placement)
+        known = self._sessions[key] = _Session(prompt.copy(), positions, 0, 0, 0)
+        known.began = known.length = known.prefilled = self._place(key, placement)
         return known.length
 
     def extend(self, session: str, epoch: int, positions: int) -> bool:
@@ -232,7 +205,8 @@ class LlamaCpp:
         if saved is None or self._context.closed or not saved.length <= positions <= self._context_length:
             return False
         findable = min(saved.prefilled, saved.length, len(prompt))
-        return self._begin_as(key, _Session(prompt.copy(), positions, saved.length, findable), saved, scope)
+        began = findable if findable == saved.length else 0
+        return self._begin_as(key, _Session(prompt.copy(), positions, saved.length, findable, began), saved, scope)
 
     def kept_for(self, holder: str) -> int:
         kept = self._pool.pinned(holder)
@@ -259,10 +233,10 @@ class LlamaCpp:
             return None
         # Only now: it looks at every byte, and a session may ask for room again and again.
         saved = Snapshot.of_kept(kept, self._fingerprint, scope)
-        usable = min(common_prefix(kept.tokens, prompt), len(prompt) - 1) // PREFILL_GRID * PREFILL_GRID
+        usable = self._cuts.begins_with(common_prefix(kept.tokens, prompt), len(prompt))
         if key in self._sessions or usable <= self._pool.resident(prompt, scope):
             return self.begin(session, epoch, prompt, positions, scope)
-        begun = self._begin_as(key, _Session(prompt.copy(), positions, usable, usable), saved, scope)
+        begun = self._begin_as(key, _Session(prompt.copy(), positions, usable, usable, usable), saved, scope)
         if begun is False:
             raise KVRefused("llama.cpp does not take it")
         return None if begun is None else usable
@@ -361,12 +335,12 @@ class LlamaCpp:
         if self._context.closed:
             return [MemberError("the engine is closed") for _ in batch]
         results: list[StepResult | None] = [None] * len(batch)
-        parts: list[_Part] = []
+        parts: list[Part] = []
         seen: set[Key] = set()
         for index, member in enumerate(batch):
             accepted = accept(member, seen, self._sessions.get, self._limits)
             if isinstance(accepted, Accepted):
-                parts.append(_Part.of(index, member, accepted.tokens.tolist()))
+                parts.append(Part.of(index, member, accepted.tokens.tolist(), self._cuts))
             else:
                 results[index] = accepted
         if parts:
@@ -375,36 +349,41 @@ class LlamaCpp:
             self._run(parts, results)
         return [result if result is not None else CacheMiss() for result in results]
 
-    def _run(self, parts: Sequence[_Part], results: list[StepResult | None]) -> None:
+    def _run(self, parts: Sequence[Part], results: list[StepResult | None]) -> None:
         """Pieces of prompts first, then all single tokens in one batch."""
-        # Moving slots may have lost one, and a piece whose numbers overflowed all that come after it.
-        done = [part for part in parts if self._is_here(part) and self._prefill(part, results)]
+        pieces = [Piece.of(part, self._slot(part)) for part in parts if part.cut > part.start and self._is_here(part)]
+        for batch in packed(pieces, self._context.batch_rows, together=self._packs):
+            self._prefill([piece for piece in batch if self._goes_on(piece.part, results)], results)
         # By slot: llama.cpp computes rows together whose slots follow each other.
-        singles = sorted((part for part in done if part.cut < part.end and self._is_here(part)), key=self._slot)
+        singles = [part for part in parts if part.cut < part.end and self._goes_on(part, results)]
         if singles:
-            self._decode(singles, results)
+            self._decode(sorted(singles, key=self._slot), results)
 
-    def _prefill(self, part: _Part, results: list[StepResult | None]) -> bool:
-        """Compute the part's piece of a prompt, if it has one, in batches that end on the grid. False: it failed."""
-        if part.cut == part.start:
-            return True
-        slot, limit = self._slot(part), self._context.batch_rows // PREFILL_GRID * PREFILL_GRID
-        rows: list[Logits] = []
+    def _prefill(self, pieces: Sequence[Piece], results: list[StepResult | None]) -> None:
+        """Compute pieces of prompts in one batch; when that fails, each alone."""
+        if not pieces:
+            return
         try:
-            for start in range(part.start, part.cut, limit):
-                rows = self._context.decode(part.piece(slot, start, min(start + limit, part.cut)))
-                if not math.isfinite(rows[0].max()):
-                    self._wipe(part, results)
-                    return False
+            rows = self._context.decode([row for piece in pieces for row in piece.rows()])
         except DecodeFailed as error:
-            self._fail(part, error, results)
-            return False
-        if part.cut == part.end:
-            # Copied: the single tokens of this step come yet.
-            self._finish(part, rows[0].copy() if part.wanted else None, results)
-        return True
+            if len(pieces) == 1:
+                self._fail(pieces[0].part, error, results)
+                return
+            log.error("a batch of %d pieces of prompts failed: %s", len(pieces), error)
+            for piece in pieces:
+                if self._goes_on(piece.part, results) and self._cut_back(piece.part, piece.start):
+                    self._prefill([piece], results)
+            return
+        sound = [math.isfinite(row.max()) for row in rows]
+        for piece, row, is_sound in zip(pieces, rows, sound, strict=True):
+            if is_sound and piece.stop == piece.part.end:
+                # Copied: other calls of this step come yet.
+                self._finish(piece.part, row.copy() if piece.part.wanted else None, results)
+        overflowed = [piece.part for piece, is_sound in zip(pieces, sound, strict=True) if not is_sound]
+        if overflowed:
+            self._wipe(overflowed, results)
 
-    def _decode(self, parts: Sequence[_Part], results: list[StepResult | None]) -> None:
+    def _decode(self, parts: Sequence[Part], results: list[StepResult | None]) -> None:
         """Compute the parts' single tokens in one batch; when that fails, each alone."""
         try:
             rows = iter(self._context.decode([part.single(self._slot(part)) for part in parts]))
@@ -421,34 +400,35 @@ class LlamaCpp:
         for part in parts:
             self._finish(part, next(rows) if part.wanted else None, results)
 
-    def _finish(self, part: _Part, row: Logits | None, results: list[StepResult | None]) -> None:
+    def _finish(self, part: Part, row: Logits | None, results: list[StepResult | None]) -> None:
         """The part is computed; `row` (V,): its logits, where wanted."""
         # The sampler looks for the largest as well: what that takes is in the cache then.
         if row is not None and not math.isfinite(row[row.argmax()]):
-            self._wipe(part, results)
+            self._wipe([part], results)
             return
         session = self._sessions.get(part.key)
         if session is None:  # wiped in this step
             return
         if part.start == session.prefilled:
-            session.prefilled = part.cut
+            session.prefilled = part.cut if self._cuts.singles_apart else part.end
         session.length = part.end
         self._pool.written(part.key, session.prefilled)
         results[part.index] = StepLogits(row, part.end)
 
-    def _wipe(self, part: _Part, results: list[StepResult | None]) -> None:
-        """The part's numbers are none, which would show through every mask to whoever has the slot next: it fails, and
+    def _wipe(self, parts: Sequence[Part], results: list[StepResult | None]) -> None:
+        """The parts' numbers are none, which would show through every mask to whoever has the slot next: they fail, and
         all KV goes."""
-        results[part.index] = MemberError("the model's numbers overflowed")
+        for part in parts:
+            results[part.index] = MemberError("the model's numbers overflowed")
         self._forget_all()
         self._context.clear()
 
-    def _fail(self, part: _Part, error: DecodeFailed, results: list[StepResult | None]) -> None:
+    def _fail(self, part: Part, error: DecodeFailed, results: list[StepResult | None]) -> None:
         """The part alone could not be computed; its session is as it was."""
         if self._cut_back(part, part.start):
             results[part.index] = MemberError(str(error))
 
-    def _cut_back(self, part: _Part, length: int) -> bool:
+    def _cut_back(self, part: Part, length: int) -> bool:
         """Take back what was computed of the part from `length` on. False: the session is lost, a cache miss."""
         slot = self._slot(part)
         if self._context.cut(slot, length):
@@ -457,10 +437,14 @@ class LlamaCpp:
         self._lose(slot)
         return False
 
-    def _is_here(self, part: _Part) -> bool:
+    def _goes_on(self, part: Part, results: list[StepResult | None]) -> bool:
+        """Whether the part has not failed. Moving slots may have lost it, and whose numbers overflowed all others."""
+        return self._is_here(part) and results[part.index] is None
+
+    def _is_here(self, part: Part) -> bool:
         return part.key in self._sessions
 
-    def _slot(self, part: _Part) -> int:
+    def _slot(self, part: Part) -> int:
         return self._pool.slot(part.key)
 
 
@@ -470,6 +454,12 @@ def _tested(context: LlamaContext, options: ContextOptions) -> SelfTest:
     if options.flash_attention or options.gpu_layers:
         return SelfTest()
     return self_test(context, slots=options.slots, threads=options.threads)
+
+
+def _cuts(options: ContextOptions, tested: SelfTest) -> Cuts:
+    """As fine as the self-test allows, where it promises anything."""
+    singles_apart = not (options.flash_attention or options.gpu_layers)
+    return Cuts(singles_apart, unit=2 if tested.fine_cuts or not tested.batch_invariant else 16)
 
 
 def _fingerprint(options: ContextOptions, vocabulary: Vocabulary, digest: str, tested: SelfTest) -> str:

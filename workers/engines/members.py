@@ -15,10 +15,13 @@ Key = tuple[str, int]
 
 
 class Begun(Protocol):
-    """A session: `prompt` (P,) that it began with; `length` positions held, of `room`."""
+    """A session: `prompt` (P,) that it began with, holding `began` positions; `length` positions held, of `room`."""
 
     @property
     def prompt(self) -> TokenIds: ...
+
+    @property
+    def began(self) -> int: ...
 
     @property
     def length(self) -> int: ...
@@ -32,7 +35,8 @@ S = TypeVar("S", bound=Begun)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What holds for all members of an engine. `grid`: prefill chunks start at multiples of it."""
+    """What holds for all members of an engine. `grid`: prefill chunks start at multiples of it, but for a session's
+    first one."""
 
     vocabulary_size: int
     context_length: int
@@ -62,7 +66,7 @@ def accept(
     session = session_of(key)
     if session is None or session.length != member.start:
         return CacheMiss()
-    problem = _discontinuity(session, tokens)
+    problem = _discontinuity(session, tokens, limits.grid)
     return MemberError(problem) if problem else Accepted(session, tokens)
 
 
@@ -76,13 +80,13 @@ def _problem(tokens: npt.NDArray[np.int64], start: int, limits: Limits) -> str |
         return f"a token id is outside the vocabulary, 0 to {limits.vocabulary_size - 1}"
     if start < 0 or start + len(tokens) > limits.context_length:
         return f"position {start + len(tokens) - 1} is outside the context of {limits.context_length} positions"
-    if len(tokens) > 1 and start % limits.grid:
-        return f"a prefill chunk must start at a multiple of {limits.grid}, not at {start}"
     return None
 
 
-def _discontinuity(session: Begun, tokens: npt.NDArray[np.int64]) -> str | None:
+def _discontinuity(session: Begun, tokens: npt.NDArray[np.int64], grid: int) -> str | None:
     """Why these tokens cannot come next in this one."""
+    if len(tokens) > 1 and session.length % grid and session.length != session.began:
+        return f"a prefill chunk must start at a multiple of {grid}, not at {session.length}"
     stop = session.length + len(tokens)
     if stop > session.room:
         return f"the session has room for {session.room} positions, not for {stop}"

@@ -27,13 +27,14 @@ from workers.engines.snapshots import Snapshot
 
 @dataclass(slots=True, eq=False)
 class PagedSession:
-    """A session's `room` and `length` in positions. The first `prefilled` were computed as blocks of its prompt.
-    `table`: its pages, of which `runs` are the stretches that lie in a row."""
+    """A session's `room` and `length` in positions; it `began` with so many. The first `prefilled` were computed as
+    blocks of its prompt. `table`: its pages, of which `runs` are the stretches that lie in a row."""
 
     key: Key
     scope: str
     prompt: TokenIds
     room: int
+    began: int
     length: int
     prefilled: int
     table: Sequence[int] = ()
@@ -95,7 +96,7 @@ class PagedKV:
         found = self._books.begin(key, prompt, positions, scope, share=share)
         if found is None:
             return None
-        session = PagedSession(key, scope, np.array(prompt, np.int32), positions, found, found)
+        session = PagedSession(key, scope, np.array(prompt, np.int32), positions, found, found, found)
         self._map(session)
         self._sessions[key] = session
         return session

@@ -14,6 +14,7 @@
 -- ARG entries list
 -- ARG hops list of each entry
 -- INCLUDE clock
+-- FLAGS allow-oom
 -- RETURN {1 for an entry that has gone back, else 0 ...}
 local at_ms = now_ms()
 local own = {inflight = inflight, slots = slots}

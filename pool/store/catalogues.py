@@ -1,4 +1,4 @@
-"""The catalogue of models that an admin had read last, for all processes to compare theirs with."""
+"""What was published last of the catalogue of models, for all processes to compare theirs with (tasks/catalogue.py)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ def published(client: Client) -> tuple[int, str] | None:
     return None if version is None else (int(version), digest.decode())
 
 
-def publish(client: Client, digest: str, tables: str, *, first: bool = False) -> tuple[int, str]:
-    """These tables count from now on, under the next version, unless they did before; `first`: only where none ever
-    did. The version now, and the tables before, "" for none. Raises StateUnavailable."""
+def publish(client: Client, tables: str, digest: str, *, first: bool) -> tuple[int, str]:
+    """Publish these tables (JSON), unless `digest` is the published one already, or `first` is asked for and something
+    was published before. Returns the version that is published now, and the tables before, "" where there were none.
+
+    Raises StateUnavailable.
+    """
     command = script("publish_catalogue")(catalogue=CATALOGUE, digest=digest, tables=tables, first=int(first))
     with state_errors():
         version, former = run(client, command)
