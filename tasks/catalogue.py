@@ -19,9 +19,8 @@ from typing import Any
 
 from pool.errors import ConfigurationError
 from pool.settings import ModelSettings
-from pool.store.catalogues import publish
-from pool.store.connection import Client, state_errors
-from pool.store.keys import CATALOGUE
+from pool.store.catalogues import publish, published
+from pool.store.connection import Client
 from tasks.config import SHIPPED_MODELS, Configuration, Settings, load_configuration
 
 log = logging.getLogger("genpool.catalogue")
@@ -96,11 +95,10 @@ class Catalogue:
         if time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + LOOK_S
-        with state_errors():
-            version, digest = self._client.hmget(CATALOGUE, "version", "digest")
-        if self._seen is None or version is None:
+        seen = published(self._client)
+        if self._seen is None or seen is None:
             self._begin()
-        elif (seen := (int(version), digest.decode())) != self._seen:
+        elif seen != self._seen:
             with self._lock:
                 self._follow(*seen)
 
@@ -108,10 +106,7 @@ class Catalogue:
         """What a process starts with is its own file, whatever was published before; so it is with a state server that
         came back empty."""
         self.version, _ = self._publish(self._tables(), first=True)
-        with state_errors():
-            version, digest = self._client.hmget(CATALOGUE, "version", "digest")
-        if version is not None:
-            self._seen = int(version), digest.decode()
+        self._seen = published(self._client)
 
     def _tables(self) -> Tables:
         try:

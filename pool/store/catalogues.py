@@ -8,6 +8,13 @@ from pool.store.running import run
 from pool.store.scripts import script
 
 
+def published(client: Client) -> tuple[int, str] | None:
+    """Its version, and the hash of its tables; None before there was any. Raises StateUnavailable."""
+    with state_errors():
+        version, digest = client.hmget(CATALOGUE, "version", "digest")
+    return None if version is None else (int(version), digest.decode())
+
+
 def publish(client: Client, tables: str, digest: str, *, first: bool) -> tuple[int, str]:
     """Publish these tables (JSON), unless `digest` is the published one already, or `first` is asked for and something
     was published before. Returns the version that is published now, and the tables before, "" where there were none.

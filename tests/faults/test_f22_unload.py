@@ -21,9 +21,9 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
-ROUNDS = int(os.environ.get("UNLOADS", "4"))
+ROUNDS = int(os.environ.get("UNLOADS", "3"))
 RUNNING = WAITING = 50
-TEXTS = 60
+TEXTS = 45
 #: For a machine that is busy with other things.
 PATIENCE_S = 120.0
 KV_BYTES = 64 * 2**20
@@ -97,7 +97,7 @@ def test_f22_unload_with_fifty_running_and_fifty_waiting(start_system: StartSyst
 @pytest.fixture(scope="module")
 def system(start_shared_system: StartSystem) -> System:
     """One worker that serves the scripted model, whose loads the test may hold up, and a real one."""
-    worker = {"stall_timeout_seconds": 8}
+    worker = {"stall_timeout_seconds": 5}
     return start_shared_system(
         workers=1,
         serves=f"{SCRIPTED},{TINY}",

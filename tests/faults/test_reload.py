@@ -134,7 +134,6 @@ def test_the_command_line_loads_unloads_and_reloads(start_system: StartSystem) -
     assert run("unload", SCRIPTED, "--drain-timeout", "5") == f"{SCRIPTED}: unloaded\n"
     assert {row["id"]: row["state"] for row in json.loads(run("list", "--json"))}[SCRIPTED] == "unloaded"
     assert run("load", SCRIPTED) == f"{SCRIPTED}: loaded\n"
-    assert run("load", SCRIPTED, "--no-wait") == f"{SCRIPTED}: loaded\n"
     assert "No model of this name" in run("load", "nowhere", code=1)
     edit(system, system.apis[0], system.workers[0], add='[models.other]\nsource = "random:1"\n')
     changes = json.loads(run("reload"))
