@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from pool.store.connection import Client, state_errors
 from pool.store.ids import JobRef
 from pool.store.keys import GROUP, keys_of
@@ -32,21 +34,29 @@ def ahead(client: Client, ref: JobRef) -> int:
         pipe.zlexcount(backlog, b"[" + flow + b":", b"(" + flow + b";")
         pipe.zcount(keys.lanes["flows"], lane * BAND, f"({(lane + 1) * BAND}")
         waits, higher, of_lane, before, of_flow, flows = pipe.execute()
-        unread = _unread_before(client, keys.queue, ref.token if waits is None else "")
+        unread = _unread_before(client, keys.queue, None if waits is not None else ref.token)
     if waits is None:
         return unread
     others = min(of_lane - of_flow, before * max(flows - 1, 0))
     return int(higher) + int(others) + int(before) + unread
 
 
-def _unread_before(client: Client, stream: str, token: str) -> int:
-    """Entries of a stream that nobody has read, as far as they are counted; those before the job's own where that is
-    one of them."""
+def _unread_before(client: Client, stream: str, token: str | None) -> int:
+    """Entries of a stream that nobody has read. `token`: only those before this job's, as far as they are looked at."""
     pipe = client.pipeline(transaction=False)
-    pipe.xrange(stream, "-", "+", count=MOST_ENTRIES)
+    if token is None:
+        pipe.xlen(stream)
+    else:
+        pipe.xrange(stream, "-", "+", count=MOST_ENTRIES)
     pipe.xpending(stream, GROUP)
     found, pending = pipe.execute(raise_on_error=False)
+    if isinstance(found, Exception):
+        raise found
+    # Without a group nobody has read anything.
     read = pending["pending"] if isinstance(pending, dict) else 0
-    named = [fields.get(b"job") for _, fields in found]
-    before = named.index(token.encode()) if token.encode() in named else len(named)
-    return max(before - int(read), 0)
+    return max((found if token is None else _index(found, token.encode())) - int(read), 0)
+
+
+def _index(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]], token: bytes) -> int:
+    """How many entries are before this job's; all of them where it has none."""
+    return next((at for at, (_, fields) in enumerate(entries) if fields.get(b"job") == token), len(entries))

@@ -41,6 +41,12 @@ def ready(system: System, api: int) -> dict[str, Any]:
     return found
 
 
+def queues(system: System) -> list[str]:
+    """The models whose queues a node shows."""
+    answer = httpx.get(f"{system.api_url(system.apis[0])}/v1/admin/queues", timeout=30)
+    return [each["model"] for each in answer.json()["data"]]
+
+
 def file_of(system: System, part: Part) -> Path:
     """A part's configuration file."""
     return system.folder / f"{part.name}.toml"
@@ -86,6 +92,7 @@ def test_every_process_follows_or_says_why_not(system: System) -> None:
     wait_until(lambda: system.ranks("other"), description="the new model to be loaded", timeout_s=60)
     served = post(system, "/v1/responses", api=1, model="other", input="say x", max_output_tokens=1)
     assert served.status_code == 200, served.text
+    assert "other" in queues(system), "what waits of it is shown, too"
 
     # Nodes differ; one's file is broken.
     text = file_of(system, api).read_text()
@@ -108,6 +115,7 @@ def test_every_process_follows_or_says_why_not(system: System) -> None:
         file_of(system, part).write_text(changed)
     stands(system, 1, version + 1)
     wait_until(lambda: not system.ranks("other"), description="the worker to leave a removed model", timeout_s=30)
+    assert "other" in queues(system), "what a removed model holds must end, too"
 
     # Nothing of a broken file is taken over.
     edit(system, api, add="[models.bad]\nsource = 3\n")

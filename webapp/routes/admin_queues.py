@@ -24,7 +24,7 @@ def queues() -> Response:
     """What waits and runs of each model, by lane and fairness key, in the order in which they are served. Keys are
     shown as they are stored, as hashes."""
     node = current_node()
-    models = [_queue(name, backlog(node.services.client, name)) for name in node.settings.models]
+    models = [_queue(name, backlog(node.services.client, name)) for name in node.services.catalogue.known]
     return jsonify({"object": "list", "data": models})
 
 
