@@ -174,7 +174,10 @@ class ClusterClient(redis.Redis):
                     pipe = node.pipeline(transaction=False)
                     pipe.execute_command("ASKING")
                     pipe.execute_command(*args, **options)
-                    return pipe.execute()[1]
+                    # Not by the pipeline's own raising: that puts words of its own before the server's.
+                    replies = pipe.execute(raise_on_error=False)
+                _raise_first(replies)
+                return replies[1]
         raise redis.exceptions.TryAgainError("TRYAGAIN the slot moves about")
 
     def scan_iter(self, *args: Any, **options: Any) -> Iterator[Any]:

@@ -40,7 +40,7 @@ def test_models_of_all_nodes_are_asked_together(cluster: StateCluster, client: C
     assert [len(node.client.keys("gp:*")) > 0 for node in cluster.primaries] == [True] * 3
     views = store.views([(job.ref, 0) for job in jobs])
     assert [view.record.ref for view in views if view is not None] == [job.ref for job in jobs]
-    clocks = run_many(client, [["EXISTS", ModelKeys(f"{models[0]}:0").queue], ["TIME"], ["EXISTS", TINY.queue]])
+    clocks = run_many(client, [["EXISTS", ModelKeys(f"{models[0]}:0").index], ["TIME"], ["EXISTS", TINY.index]])
     assert (clocks[0], len(clocks[1]), clocks[2]) == (1, 2, 0)
     assert {job.decode() for job in client.scan_iter("gp:*:job:*")} == {
         ModelKeys(job.ref.tag).job(job.ref.token) for job in jobs
@@ -107,7 +107,7 @@ def test_a_slot_that_is_being_moved_serves_what_is_whole(
     assert client.hget(record, "state") == b"queued"
     pipe = client.pipeline(transaction=False)
     pipe.hget(record, "state")
-    pipe.xlen(TINY.queue)
+    pipe.zcard(TINY.index)
     assert pipe.execute() == [b"queued", 1]
     assert run_many(client, [script("unwatch")(job=record, node="nobody")]) == [[b"ok"]]
     with pytest.raises(StateUnavailable):
