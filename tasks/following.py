@@ -3,12 +3,12 @@
 | a model | its workers here |
 |---|---|
 | added, enabled, or of more replicas | are started. One that cannot be is tried again and again, and ends nobody else |
-| removed, disabled, or of fewer replicas | those it has too many are stopped as at a shutdown: what runs may end first |
+| removed, disabled, or of fewer replicas | those it has too many drain as at a shutdown, and end |
 | put back while they stop | they are started again once they have ended |
 | changed otherwise | stay as they are |
 
-A thread of its own asks for the version as often as any other process does, so that a state server that is slow to answer
-holds up nobody who looks after children; these belong to the supervisor's thread.
+A thread of its own asks for the version, as often as any other process does, so that a state server that is slow to
+answer holds up nobody who looks after children; these belong to the supervisor's thread.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
 | event | what happens |
 |---|---|
 | a child ends | its process group is killed; it starts again after 0.5 s, 1 s, 2 s, ... (30 s at most), always |
-| a vital one never served, and ended within 30 s of its start five times in a row | its last lines, all stop, exit code 1 |
+| a vital one never served, and ended within 30 s of its start five times in a row | its last lines, all stop, code 1 |
 | one is retired | SIGTERM, SIGKILL after its grace; the others go on |
 | SIGINT, SIGTERM, SIGHUP | stages stop last to first: SIGTERM, SIGKILL after the child's grace; exit code 0 |
 | the same again | SIGKILL to what is left, after the hurry signal where a child has one |
 | the supervisor is killed | the kernel kills the children (`pool.store.leash`) |
 
 A child that never served is broken or wrongly configured, and whoever started it should be told. One that did serve is
-ended by what it is given to do, or by the machine: neither is a reason to take down the others. Nor is one that was added
-while others served: it is told of, and tried again for as long as it is wanted.
+ended by what it is given to do, or by the machine: neither is a reason to take down the others. Nor is one that is not
+vital, because it came while others served: it is told of, and tried again for as long as it is wanted.
 
 Every child leads its own process group, so a terminal's Ctrl-C reaches the supervisor alone.
 """
@@ -226,7 +226,7 @@ class Supervisor:
         return [life.child.name for life in self._all()]
 
     def add(self, child: Child, stage: int) -> None:
-        """Start one more child, which stops with the others of this stage. Raises ValueError for a name that is there."""
+        """Start one more child, which stops with this stage. Raises ValueError for a name that is there."""
         if child.name in self.names():
             raise ValueError(f"children need names of their own: {child.name}")
         self.output.add(child.name)
@@ -235,16 +235,14 @@ class Supervisor:
         self._begin(life)
 
     def retire(self, name: str) -> None:
-        """Stop one child, and do not start it again; `turn` sees to its end. Nothing happens where it leaves already."""
+        """Stop one child for good; `turn` sees to its end. Nothing happens where it leaves already."""
         for life in (life for life in self._all() if life.child.name == name and life.kill_at is None):
             life.kill_at = time.monotonic() + life.child.stop_grace_s
             life.restart_at = None
             life.signal(life.child.stop_signal)
             self.output.line(f"{name} is told to end: mostly seconds, at most {life.child.stop_grace_s:g} s")
 
-    def run(
-        self, on_ready: Callable[[], None] = lambda: None, *, each_turn: Callable[[], None] = lambda: None
-    ) -> int:
+    def run(self, on_ready: Callable[[], None] = lambda: None, *, each_turn: Callable[[], None] = lambda: None) -> int:
         """Start everything, serve until a signal or a child that keeps dying, stop everything; the exit code.
         `each_turn` is called now and then, from when all are ready: it may add and retire children."""
         with self.heeding_signals():
