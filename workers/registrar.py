@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pool.rules.model_states import WAITING
+from pool.rules.model_states import FAILED, WAITING
 from pool.store.connection import connect
 from pool.store.keys import model_channel, node_channel
 from pool.store.lifecycle import Lifecycle
@@ -114,6 +114,8 @@ class Registrar:
         self._told = _standing(facts)
         is_news = (wish.loaded, wish.change) != (self.wish.loaded, self.wish.change)
         is_news |= facts.get("state") == WAITING and wish.has_place
+        # Of a load that no rank has carried out: those that still might have been to may be gone.
+        is_news |= facts.get("state") == FAILED and wish.is_asked
         self.wish = wish
         if is_news or not wish.loaded:
             self._on_wish(wish)

@@ -94,6 +94,10 @@ class Station:
         self._has_tried = False
         #: A load has failed, and the state server has not heard of it.
         self._untold = self._gives_up = False
+        #: A load that has failed here is still asked for, and whether the whole model has failed is to be looked at.
+        self._look_again = False
+        #: The change at which it has.
+        self._all_failed: int | None = None
         self._free_by_s: float | None = None
         #: When `stalled` was asked last, and how long it was not while there is something to be freed.
         self._asked_s, self._slack_s = time.monotonic(), 0.0
@@ -184,7 +188,9 @@ class Station:
     # -- the registrar's thread --------------------------------------------------------------------------------------
 
     def _wished(self, wish: Wish) -> None:
-        """Something else is wanted, or the time to drain is told again: it may have become shorter."""
+        """Something else is wanted, or the time to drain is told again: it may have become shorter; or what failed
+        here is still asked for."""
+        self._look_again = wish.is_asked
         if wish.loaded:
             self._free_by_s = None
         elif self._rank is not None or self._coming is not None:
@@ -229,6 +235,10 @@ class Station:
         if self._untold and self._tried is not None:
             self._tell_failure(self._tried)
             wish = self._registrar.wish
+        elif self._look_again and self._state == FAILED and self._tried == wish.change != self._all_failed:
+            # Whoever else was loading it when this rank failed may have died of that.
+            self._tell_model(wish.change)
+        self._look_again = False
         if self._rank is not None and not wish.loaded:
             self._unload(self._rank, wish)
             return True
@@ -308,10 +318,14 @@ class Station:
     def _tell_failure(self, change: int) -> None:
         """Both as a rank and for the model; again, where the state server was away."""
         self._become(FAILED, self.error)
-        self._registrar.lifecycle.load_failed(change, self._registrar.id, self.error)
+        self._tell_model(change)
         self._untold = False
         if self._gives_up:
             self._on_failed(self.model)
+
+    def _tell_model(self, change: int) -> None:
+        if self._registrar.lifecycle.load_failed(change, self._registrar.id, self.error):
+            self._all_failed = change
 
     def _unload(self, rank: Rank, wish: Wish) -> None:
         log.info("%s: unloading", self.model)
