@@ -24,6 +24,7 @@ log = logging.getLogger("genpool.registrar")
 #: How long a hint is waited for before the thread looks at the time.
 LISTEN_S = 0.5
 RETRY_S = 0.5
+_TOLD_SOON = ("state", "runtime_inflight", "effective_target_inflight", "configured_target_inflight")
 
 
 class Registrar:
@@ -165,4 +166,4 @@ class Registrar:
 
 def _standing(facts: Mapping[str, Any]) -> tuple[Any, ...]:
     """What is told at the next look, half a second later at most, without waiting for the time of a heartbeat."""
-    return tuple(facts.get(name) for name in ("state", "runtime_inflight", "effective_target_inflight"))
+    return tuple(map(facts.get, _TOLD_SOON))

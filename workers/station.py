@@ -139,12 +139,23 @@ class Station:
             **({} if rank is None else rank.figures()),
         }
 
-    def resize(self, by: int) -> None:
-        """Allow `by` more (or fewer) generations in flight, also of a model that is loaded later."""
-        self._resized += by
+    @property
+    def target(self) -> int:
+        """Generations in flight that it is asked for: as the catalogue has it now, no more than `-c` says, and as an
+        operator has resized it."""
+        configured = self._catalogue.last(self.model).target_inflight
+        return max(1, (configured if self._limit is None else min(configured, self._limit)) + self._resized)
+
+    def retarget(self) -> None:
+        """Go by `target`: the catalogue may have been read again."""
         rank = self._rank
         if rank is not None:
-            rank.resize(by)
+            rank.set_limit(self.target)
+
+    def resize(self, by: int) -> None:
+        """Allow `by` more (or fewer) generations in flight than is configured, until the process ends."""
+        self._resized += by
+        self.retarget()
 
     def broken(self) -> bool:
         """Whether a thread has died that others rely on: the process must end, so that its leases do."""
@@ -287,13 +298,12 @@ class Station:
 
     def _start(self) -> None:
         of_model = self._catalogue.last(self.model)
-        target = of_model.target_inflight if self._limit is None else min(of_model.target_inflight, self._limit)
         rank = self._coming = Rank(
             self.model,
             self._settings,
             of_model,
             self._registrar,
-            max(1, target + self._resized),
+            self.target,
             part=self.part,
             gate=self._gate,
             on_begun=self._on_begun,
