@@ -62,9 +62,7 @@ def test_a_reloaded_target_counts_at_once(system: System) -> None:
     pid = system.workers[0].pid
     jobs = [system.submit("repeat 100000 ab", max_output_tokens=3000) for _ in range(SESSIONS + 3)]
     stands(system, 2, 2, 2)
-    configure(system, 2, 4)
-    stands(system, 4, 4, 4)
-    configure(system, 4, 64)
+    configure(system, 2, 64)
     stands(system, 64, SESSIONS, SESSIONS)
 
     configure(system, 64, 2)

@@ -475,12 +475,12 @@ def test_one_that_is_told_to_end_and_does_not_is_killed(tmp_path: Path, output: 
 def test_one_that_is_not_vital_ends_nobody_else(tmp_path: Path, output: io.StringIO) -> None:
     """However often it ends, or when the system does not start it (of so long a command line); it is tried again until
     it is retired."""
-    supervisor = Supervisor([[service(tmp_path, "api")]], stream=output, policy=QUICK)
+    supervisor = Supervisor([[service(tmp_path, "api")]], stream=output, policy=replace(QUICK, give_up_after=2))
     try:
         assert supervisor.start()
         supervisor.add(replace(dying("lame"), vital=False), 0)
         supervisor.add(Child(name="none", argv=[sys.executable, "-c", "#" * 2**20], vital=False), 0)
-        turn_until(supervisor, lambda: "exit code 3, 6 times in a row" in output.getvalue(), "six ends")
+        turn_until(supervisor, lambda: "exit code 3, 4 times in a row" in output.getvalue(), "four ends")
         turn_until(supervisor, lambda: output.getvalue().count("none cannot be started") > 1, "a second try")
         for name in ("lame", "none"):
             supervisor.retire(name)
