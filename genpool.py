@@ -32,6 +32,7 @@ from tasks.client import Client
 from tasks.config import CONFIG_VARIABLE, Settings, load_configuration, load_settings, state_url
 from tasks.config_docs import markdown
 from tasks.doctor import examine, failures
+from tasks.following import Following
 from tasks.key_commands import keys
 from tasks.lane_commands import lane as lane_command
 from tasks.lane_commands import lanes
@@ -104,11 +105,20 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
         plan = launch.stages(settings, server=server, port=port, flower_port=flower_port if flower else None)
         launch.remove_metrics(settings, port)
         supervisor = Supervisor(plan)
+        following = Following(settings, supervisor, events=flower)
         url = launch.base_url(host, port)
         ready = f"genpool is ready: {url}/v1 serves {', '.join(models) or 'no model'}; examples are at {url}/docs"
         if flower:
             ready += f"; Flower is at {launch.base_url(launch.FLOWER_HOST, flower_port)}"
-        code = supervisor.run(on_ready=lambda: supervisor.output.line(ready))
+
+        def is_ready() -> None:
+            supervisor.output.line(ready)
+            following.start()
+
+        try:
+            code = supervisor.run(is_ready, each_turn=following.turn)
+        finally:
+            following.stop()
         launch.remove_metrics(settings, port)
     finally:
         if server is not None:

@@ -104,16 +104,21 @@ class Catalogue:
 
     def _begin(self) -> None:
         """What a process starts with is its own file, whatever was published before; so it is with a state server that
-        came back empty."""
-        self.version, _ = self._publish(self._tables(), first=True)
-        self._seen = published(self._client)
-
-    def _tables(self) -> Tables:
+        came back empty. Where the file was read again since this process has, before it first looked, it follows."""
         try:
-            return self._load().file_models
+            found = self._load()
         except ConfigurationError:
             # It was changed since the start: what it holds is published when an admin says so.
-            return {}
+            found = None
+        tables = {} if found is None else found.file_models
+        self.version, _ = self._publish(tables, first=True)
+        with self._lock:
+            self._seen = published(self._client)
+            if found is None or self._seen is None or found.settings.models == self.models:
+                return
+            version, digest = self._seen
+            if digest == digest_of(tables):
+                self._take(found, version, digest)
 
     def _follow(self, version: int, digest: str) -> None:
         try:

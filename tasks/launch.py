@@ -37,6 +37,8 @@ FLOWER_HOST = "127.0.0.1"
 READY_TIMEOUT_S = 2.0
 #: Which devices CUDA shows to a process.
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+#: Which of the `stages` is that of the workers, counted as an index.
+WORKERS_STAGE = -2
 #: A worker's environment: one BLAS thread, because the engine has threads of its own and BLAS's would spin beside them.
 #: Every library that may stand behind numpy reads one of these, at import.
 WORKER_ENV = dict.fromkeys(
@@ -79,6 +81,11 @@ def worker_child(
         log_path=log_path,
         served=lambda pid: _has_served(settings, model, pid),
     )
+
+
+def workers(settings: Settings, *, events: bool) -> list[Child]:
+    """All workers that these settings have here."""
+    return [worker for model in enabled_models(settings) for worker in _replicas(settings, model, events=events)]
 
 
 def _replicas(settings: Settings, model: str, *, events: bool) -> list[Child]:
@@ -208,16 +215,14 @@ def embedded_server(settings: Settings) -> StateServer | None:
 def stages(
     settings: Settings, *, server: StateServer | None, port: int, flower_port: int | None
 ) -> Sequence[Sequence[Child]]:
-    """Everything `genpool up` runs, in starting order."""
-    models = enabled_models(settings)
+    """Everything `genpool up` runs, in starting order. The stage of the workers may be empty: some may come later."""
     flower = [flower_child(flower_port)] if flower_port else []
-    plan = [
-        [state_child(server)] if server else [],
-        flower,
-        [worker for model in models for worker in _replicas(settings, model, events=bool(flower))],
+    before = [[state_child(server)] if server else [], flower]
+    return [
+        *(stage for stage in before if stage),
+        workers(settings, events=bool(flower)),
         [api_child(settings, port)],
     ]
-    return [stage for stage in plan if stage]
 
 
 def claim_port(host: str, port: int) -> int:

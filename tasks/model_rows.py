@@ -3,7 +3,7 @@
 A model's row adds up over its replicas. It counts jobs, as of this instant: `runtime_inflight` those that a replica has
 begun, handed to its loop, so that they are past the point up to which a cancel costs nothing; `queue_depth` all others,
 also those that a replica has read and not begun. A rank's row counts generations (each choice of a job is one), as of
-its last heartbeat.
+its last heartbeat. `/openapi.json` describes the rows by these types, and there are no others.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Literal, cast
 
-from pool.rules.model_states import LOADED, LOADING
+from pydantic import ConfigDict
+
+from pool.rules.model_states import LOADED, LOADING, ModelState, RankState
 from pool.settings import ModelSettings
 from pool.store.connection import Client, connect
 from pool.store.executors import Executor, executors
@@ -27,16 +29,21 @@ RANK_HEAD = ("MODEL", "RANK", "STATE", "INFLIGHT", "EFFECTIVE", "CONFIGURED", "D
 UNKNOWN = ("-",) * len(LIVE_HEAD)
 #: What a table shows of an error.
 ERROR_CHARS = 60
+#: Of a schema: a row has no other fields.
+COMPLETE = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """A replica: one loaded copy, or one that is being loaded or could not be."""
+    """A replica as of its last heartbeat: one loaded copy, or one that is being loaded or could not be. Counts are of
+    generations, each choice of a job one."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = COMPLETE
 
     rank: str
     host: str
     pid: int
-    state: str
+    state: RankState
     queue_depth: int
     runtime_inflight: int
     configured_target_inflight: int
@@ -47,14 +54,17 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A model of the catalogue. The two targets are sums over the `loaded_replicas`; `target_inflight` is what each is
-    configured with, `replicas` what `genpool up` starts, `replica_max` how many there may be (0: any number)."""
+    """A model of the catalogue. Counts are of jobs. The first two targets are sums over the `loaded_replicas`;
+    `target_inflight` is what each is configured with, `replicas` what `genpool up` starts, `replica_max` how many there
+    may be (0: any number). `ranks`: only where they are asked for."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = COMPLETE
 
     id: str
-    object: str
+    object: Literal["model"]
     backend: str
     enabled: bool
-    state: str
+    state: ModelState
     accepting_new_requests: bool
     queue_depth: int
     oldest_queued_seconds: float
@@ -118,7 +128,7 @@ def model_row(model: str, settings: ModelSettings, executor: Executor) -> ModelR
         object="model",
         backend=settings.backend,
         enabled=settings.enabled,
-        state=wanted.state(executor.ranks),
+        state=cast(ModelState, wanted.state(executor.ranks)),
         accepting_new_requests=settings.enabled and wanted.takes_jobs,
         queue_depth=executor.survey.queued,
         oldest_queued_seconds=executor.survey.oldest_ms / 1000,
@@ -146,7 +156,7 @@ def _rank_row(rank: Rank) -> RankRow:
         rank=rank.id,
         host=rank.host,
         pid=rank.pid,
-        state=rank.state,
+        state=cast(RankState, rank.state),
         queue_depth=count("queue_depth"),
         runtime_inflight=count("runtime_inflight"),
         configured_target_inflight=count("configured_target_inflight"),

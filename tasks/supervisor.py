@@ -3,13 +3,15 @@
 | event | what happens |
 |---|---|
 | a child ends | its process group is killed; it starts again after 0.5 s, 1 s, 2 s, ... (30 s at most), always |
-| it never served, and ended within 30 s of its start five times in a row | its last lines, all stop, exit code 1 |
+| a vital one never served, and ended within 30 s of its start five times in a row | its last lines, all stop, code 1 |
+| one is retired | SIGTERM, SIGKILL after its grace; the others go on |
 | SIGINT, SIGTERM, SIGHUP | stages stop last to first: SIGTERM, SIGKILL after the child's grace; exit code 0 |
 | the same again | SIGKILL to what is left, after the hurry signal where a child has one |
 | the supervisor is killed | the kernel kills the children (`pool.store.leash`) |
 
 A child that never served is broken or wrongly configured, and whoever started it should be told. One that did serve is
-ended by what it is given to do, or by the machine: neither is a reason to take down the others.
+ended by what it is given to do, or by the machine: neither is a reason to take down the others. Nor is one that is not
+vital, because it came while others served: it is told of, and tried again for as long as it is wanted.
 
 Every child leads its own process group, so a terminal's Ctrl-C reaches the supervisor alone.
 """
@@ -48,7 +50,7 @@ class Child:
     `stop_grace_s` lies between `stop_signal` and SIGKILL; output is appended to `log_path` instead of the supervisor's
     own, where given. A second request to stop sends `hurry_signal`, if there is one, says `hurry_note`, and kills
     HURRY_S later. `parting` is called before it is told to stop; what it returns is called when the child has ended,
-    and may return a line to print."""
+    and may return a line to print. `vital`: whether all others stop where it never serves."""
 
     name: str
     argv: Sequence[str]
@@ -62,6 +64,7 @@ class Child:
     hurry_signal: signal.Signals | None = None
     hurry_note: str = ""
     parting: Callable[[], Callable[[], str]] | None = None
+    vital: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +89,20 @@ class Output:
         self._stream = stream
         self._lock = threading.Lock()
         names = list(names)
-        width = max(map(len, names), default=0)
-        self._prefixes = {name: f"{name:<{width}} | " for name in names}
-        if colour:
-            for index, name in enumerate(names):
-                self._prefixes[name] = f"\x1b[{_COLOURS[index % len(_COLOURS)]}m{self._prefixes[name]}\x1b[0m"
+        self._colour = colour
+        self._width = max(map(len, names), default=0)
+        self._prefixes: dict[str, str] = {}
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str) -> None:
+        """Know one more name."""
+        if name in self._prefixes:
+            return
+        prefix = f"{name:<{self._width}} | "
+        if self._colour:
+            prefix = f"\x1b[{_COLOURS[len(self._prefixes) % len(_COLOURS)]}m{prefix}\x1b[0m"
+        self._prefixes[name] = prefix
 
     def line(self, text: str, name: str = "") -> None:
         """Print one line. A stream that is gone (a closed pipe) swallows it: children must go on."""
@@ -109,6 +121,8 @@ class _Life:
         #: Whether it has ever served, in whichever of its processes.
         self.proven = False
         self.restart_at: float | None = None
+        #: When it is killed, of one that was told to leave while others go on.
+        self.kill_at: float | None = None
         self.started_at = 0.0
         self.process: subprocess.Popen[bytes] | None = None
         self._output = output
@@ -195,6 +209,7 @@ class Supervisor:
         self.output = Output(stream, names, colour=stream.isatty() if colour is None else colour)
         self.failure: str | None = None
         self._policy = policy or RestartPolicy()
+        #: Those of `_started` are the same lists.
         self._stages = [[_Life(child, self.output) for child in stage] for stage in stages]
         self._started: list[list[_Life]] = []
         self._signals = 0
@@ -206,13 +221,36 @@ class Supervisor:
                 return life.process.pid
         return None
 
-    def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
-        """Start everything, serve until a signal or a child that keeps dying, stop everything; the exit code."""
+    def names(self) -> list[str]:
+        """All children there are, those included that were told to leave and have not ended."""
+        return [life.child.name for life in self._all()]
+
+    def add(self, child: Child, stage: int) -> None:
+        """Start one more child, which stops with this stage. Raises ValueError for a name that is there."""
+        if child.name in self.names():
+            raise ValueError(f"children need names of their own: {child.name}")
+        self.output.add(child.name)
+        life = _Life(child, self.output)
+        self._stages[stage].append(life)
+        self._begin(life)
+
+    def retire(self, name: str) -> None:
+        """Stop one child for good; `turn` sees to its end. Nothing happens where it leaves already."""
+        for life in (life for life in self._all() if life.child.name == name and life.kill_at is None):
+            life.kill_at = time.monotonic() + life.child.stop_grace_s
+            life.restart_at = None
+            life.signal(life.child.stop_signal)
+            self.output.line(f"{name} is told to end: mostly seconds, at most {life.child.stop_grace_s:g} s")
+
+    def run(self, on_ready: Callable[[], None] = lambda: None, *, each_turn: Callable[[], None] = lambda: None) -> int:
+        """Start everything, serve until a signal or a child that keeps dying, stop everything; the exit code.
+        `each_turn` is called now and then, from when all are ready: it may add and retire children."""
         with self.heeding_signals():
             try:
                 if self.start():
                     on_ready()
                 while self.turn():
+                    each_turn()
                     time.sleep(TURN_S)
             finally:
                 self._announce_stop()
@@ -249,10 +287,12 @@ class Supervisor:
         if self._signals or self.failure is not None:
             return False
         now = time.monotonic()
-        for life in (life for stage in self._started for life in stage):
-            if life.restart_at is not None:
+        for life in [life for stage in self._started for life in stage]:
+            if life.kill_at is not None:
+                self._see_off(life, now)
+            elif life.restart_at is not None:
                 if now >= life.restart_at:
-                    life.start()
+                    self._begin(life)
             elif life.ended():
                 self._after_death(life, now)
         return self.failure is None
@@ -279,6 +319,29 @@ class Supervisor:
             longest_s = sum(max(life.child.stop_grace_s for life in stage) for stage in stages)
             self.output.line(f"stopping: {names}; mostly seconds, at most {longest_s:g} s; a second signal hurries")
 
+    def _begin(self, life: _Life) -> None:
+        """Start one beside others. Where the system has no room for a process that is not vital, it is tried later."""
+        try:
+            life.start()
+        except OSError as error:
+            if life.child.vital:
+                raise
+            life.restart_at = time.monotonic() + self._policy.longest_delay_s
+            self.output.line(f"{life.child.name} cannot be started ({error.strerror}); it is tried again later")
+
+    def _see_off(self, life: _Life, now: float) -> None:
+        """One that was told to leave: kill it when its grace is over, forget it when it has ended."""
+        assert life.kill_at is not None
+        if life.ended():
+            if life.process is not None:
+                life.reap()
+            for stage in self._stages:
+                if life in stage:
+                    stage.remove(life)
+            self.output.line(f"{life.child.name} has ended")
+        elif now >= life.kill_at:
+            life.signal(signal.SIGKILL, group=True)
+
     def _after_death(self, life: _Life, now: float) -> None:
         pid, code = life.reap()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -286,7 +349,7 @@ class Supervisor:
         life.fast_deaths = life.fast_deaths + 1 if is_fast else 0
         if not life.proven:
             life.proven = not is_fast or (life.child.served is not None and life.child.served(pid))
-        if life.fast_deaths >= self._policy.give_up_after and not life.proven:
+        if life.fast_deaths >= self._policy.give_up_after and not life.proven and life.child.vital:
             self._give_up(life, how)
             return
         delay_s = self._policy.delay_s(life.fast_deaths)
@@ -303,7 +366,7 @@ class Supervisor:
     def _stop_stage(self, stage: list[_Life]) -> None:
         running = [life for life in stage if life.is_up()]
         farewells = [life.child.parting() for life in running if life.child.parting is not None]
-        for life in running:
+        for life in (life for life in running if life.kill_at is None):
             life.signal(life.child.stop_signal)
         began = time.monotonic()
         hurried: float | None = None

@@ -166,6 +166,7 @@ class Host:
     def _follow(self) -> None:
         while not self._stopping.is_set():
             self._follow_queues(self.wanted(self._worker.app, self._services.catalogue.models))
+            self._follow_targets()
             self._end_if_stalled()
             if any(rank.broken() for rank in self._ranks.values()):
                 log.critical("a thread of the batching loop died; ending this worker so that its jobs go elsewhere")
@@ -185,6 +186,15 @@ class Host:
         for key in wanted:
             if key not in self._ranks and key not in self._leaving and not self._stopping.is_set():
                 self._begin(*key)
+
+    def _follow_targets(self) -> None:
+        targets = []
+        for rank in self._ranks.values():
+            rank.retarget()
+            targets.append(rank.target)
+        if targets:
+            # What Celery shows of its pool, and shrinks it by.
+            self._worker.pool.limit = max(targets)
 
     def _all_ranks(self) -> list[Station]:
         # A rank that leaves is in both for a moment, and never in none.

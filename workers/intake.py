@@ -172,7 +172,7 @@ class Intake:
             self._begin_alone()
         else:
             read = self._delivery.read(capacity.effective - capacity.in_flight, BLOCK_MS)
-            entries = self._shared(read)
+            entries = self._shared(read, capacity.effective)
             with self._gate.beginning(self._outlet) as allowed:
                 if allowed:
                     self._begin(entries)
@@ -183,19 +183,22 @@ class Intake:
             if len(entries) < len(read):
                 self._room.wait(PAUSE_S)
 
-    def _shared(self, entries: list[Entry]) -> list[Entry]:
-        """What of these is for this rank to begin; the rest is left to emptier ones. Without an answer all of them are
-        begun one by one, and those that went are found to be elsewhere."""
+    def _shared(self, entries: list[Entry], slots: int) -> list[Entry]:
+        """What of these is for this rank to begin, which had so many slots when it asked; the rest is left to emptier
+        ones. Without an answer all of them are begun one by one, and those that went are found to be elsewhere."""
         if not entries:
             return entries
         self._unanswered |= {entry.token: entry for entry in entries}
         # It may have waited for them for long.
         capacity = self._runner.capacity()
-        if not capacity.effective:
-            # What runs the model has gone meanwhile.
-            self._give_back(entries)
-            self._unanswered.clear()
-            return []
+        if capacity.effective < slots:
+            # There are fewer meanwhile; none where what runs the model has gone.
+            room = max(capacity.effective - capacity.in_flight, 0)
+            self._give_back(entries[room:])
+            entries = entries[:room]
+            self._unanswered = {entry.token: entry for entry in entries}
+            if not entries:
+                return []
         kept = self._sharing.kept(self._delivery.reader, entries, capacity.in_flight, capacity.effective)
         self._unanswered = {entry.token: entry for entry in kept}
         return kept

@@ -233,11 +233,12 @@ class Rank:
         """Telemetry, JSON-safe; none before the engine is there."""
         return self._runner.telemetry() if hasattr(self, "_runner") else {}
 
-    def resize(self, by: int) -> None:
-        """Allow `by` more (or fewer) generations in flight."""
-        self._limit = max(1, self._limit + by)
-        if self._started:
-            self._runner.set_limit(self._limit)
+    def set_limit(self, limit: int) -> None:
+        """Generations in flight at most from now on, as far as the engine was loaded for so many; running ones
+        finish."""
+        if self._started and limit != self._limit:
+            self._limit = limit
+            self._runner.set_limit(limit)
             self._intake.room()
 
     def broken(self) -> bool:

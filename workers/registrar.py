@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pool.rules.model_states import WAITING
+from pool.rules.model_states import FAILED, WAITING
 from pool.store.connection import connect
 from pool.store.keys import KV_LEAVES, model_channel, node_channel
 from pool.store.lifecycle import Lifecycle
@@ -24,6 +24,7 @@ log = logging.getLogger("genpool.registrar")
 #: How long a hint is waited for before the thread looks at the time.
 LISTEN_S = 0.5
 RETRY_S = 0.5
+_TOLD_SOON = ("state", "runtime_inflight", "effective_target_inflight", "configured_target_inflight")
 
 
 class Registrar:
@@ -116,6 +117,8 @@ class Registrar:
         self._told = _standing(facts)
         is_news = (wish.loaded, wish.change) != (self.wish.loaded, self.wish.change)
         is_news |= facts.get("state") == WAITING and wish.has_place
+        # Of a load that no rank has carried out: those that still might have been to may be gone.
+        is_news |= facts.get("state") == FAILED and wish.is_asked
         self.wish = wish
         if is_news or not wish.loaded:
             self._on_wish(wish)
@@ -168,4 +171,4 @@ class Registrar:
 
 def _standing(facts: Mapping[str, Any]) -> tuple[Any, ...]:
     """What is told at the next look, half a second later at most, without waiting for the time of a heartbeat."""
-    return tuple(facts.get(name) for name in ("state", "runtime_inflight", "effective_target_inflight"))
+    return tuple(map(facts.get, _TOLD_SOON))

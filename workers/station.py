@@ -94,6 +94,10 @@ class Station:
         self._has_tried = False
         #: A load has failed, and the state server has not heard of it.
         self._untold = self._gives_up = False
+        #: A load that has failed here is still asked for, and whether the whole model has failed is to be looked at.
+        self._look_again = False
+        #: The change at which it has.
+        self._all_failed: int | None = None
         self._free_by_s: float | None = None
         #: When `stalled` was asked last, and how long it was not while there is something to be freed.
         self._asked_s, self._slack_s = time.monotonic(), 0.0
@@ -135,12 +139,23 @@ class Station:
             **({} if rank is None else rank.figures()),
         }
 
-    def resize(self, by: int) -> None:
-        """Allow `by` more (or fewer) generations in flight, also of a model that is loaded later."""
-        self._resized += by
+    @property
+    def target(self) -> int:
+        """Generations in flight that it is asked for: as the catalogue has it now, no more than `-c` says, and as an
+        operator has resized it."""
+        configured = self._catalogue.last(self.model).target_inflight
+        return max(1, (configured if self._limit is None else min(configured, self._limit)) + self._resized)
+
+    def retarget(self) -> None:
+        """Go by `target`: the catalogue may have been read again."""
         rank = self._rank
         if rank is not None:
-            rank.resize(by)
+            rank.set_limit(self.target)
+
+    def resize(self, by: int) -> None:
+        """Allow `by` more (or fewer) generations in flight than is configured, until the process ends."""
+        self._resized += by
+        self.retarget()
 
     def broken(self) -> bool:
         """Whether a thread has died that others rely on: the process must end, so that its leases do."""
@@ -184,7 +199,9 @@ class Station:
     # -- the registrar's thread --------------------------------------------------------------------------------------
 
     def _wished(self, wish: Wish) -> None:
-        """Something else is wanted, or the time to drain is told again: it may have become shorter."""
+        """Something else is wanted, or the time to drain is told again: it may have become shorter; or what failed
+        here is still asked for."""
+        self._look_again = wish.is_asked
         if wish.loaded:
             self._free_by_s = None
         elif self._rank is not None or self._coming is not None:
@@ -229,6 +246,10 @@ class Station:
         if self._untold and self._tried is not None:
             self._tell_failure(self._tried)
             wish = self._registrar.wish
+        elif self._look_again and self._state == FAILED and self._tried == wish.change != self._all_failed:
+            # Whoever else was loading it when this rank failed may have died of that.
+            self._tell_model(wish.change)
+        self._look_again = False
         if self._rank is not None and not wish.loaded:
             self._unload(self._rank, wish)
             return True
@@ -277,13 +298,12 @@ class Station:
 
     def _start(self) -> None:
         of_model = self._catalogue.last(self.model)
-        target = of_model.target_inflight if self._limit is None else min(of_model.target_inflight, self._limit)
         rank = self._coming = Rank(
             self.model,
             self._settings,
             of_model,
             self._registrar,
-            max(1, target + self._resized),
+            self.target,
             part=self.part,
             gate=self._gate,
             on_begun=self._on_begun,
@@ -308,10 +328,14 @@ class Station:
     def _tell_failure(self, change: int) -> None:
         """Both as a rank and for the model; again, where the state server was away."""
         self._become(FAILED, self.error)
-        self._registrar.lifecycle.load_failed(change, self._registrar.id, self.error)
+        self._tell_model(change)
         self._untold = False
         if self._gives_up:
             self._on_failed(self.model)
+
+    def _tell_model(self, change: int) -> None:
+        if self._registrar.lifecycle.load_failed(change, self._registrar.id, self.error):
+            self._all_failed = change
 
     def _unload(self, rank: Rank, wish: Wish) -> None:
         log.info("%s: unloading", self.model)

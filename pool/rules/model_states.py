@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Literal
 
+ModelState = Literal["loading", "loaded", "unloading", "unloaded", "failed"]
+RankState = Literal["loading", "loaded", "draining", "waiting", "unloaded", "failed", "stopped"]
 LOADING, LOADED, UNLOADING, UNLOADED, FAILED = STATES = ("loading", "loaded", "unloading", "unloaded", "failed")
 #: What else a rank may do: finish what it has begun, before it leaves or frees the model; wait until there are fewer
 #: replicas than there may be.

@@ -184,6 +184,38 @@ def test_f22_a_load_that_fails_half_way(system: System) -> None:
     assert (answer["state"], answer["last_error"], answer["changed"]) == ("loaded", None, False)
 
 
+def test_f22_a_load_that_fails_here_and_dies_there(system: System) -> None:
+    """While another replica loads, the model may still come; once that one is dead, it has failed, and says why."""
+    other, waits = system.worker_part(1), system.folder / "other.load"
+    other.env["SCRIPTED_LOAD"] = str(waits)
+    done(system, "unload")
+    system.scripted_load.write_text("no memory is left")
+    waits.touch()
+
+    def row() -> dict[str, Any]:
+        rows = system.http.get(f"{system.api_url(system.apis[0])}/v1/admin/models?ranks=1").json()["data"]
+        return next(row for row in rows if row["id"] == SCRIPTED)
+
+    def stand(*wanted: str) -> None:
+        def states() -> list[str]:
+            return sorted(rank["state"] for rank in row()["ranks"])
+
+        wait_until(lambda: states() == list(wanted), description=f"ranks to be {wanted}", timeout_s=PATIENCE_S)
+
+    try:
+        other.start()
+        stand("unloaded", "unloaded")
+        ask(system, "load", status=202)
+        stand("failed", "loading")
+        assert state(system) == "loading"
+    finally:
+        other.kill()
+    becomes(system, "failed")
+    assert "no memory is left" in row()["last_error"] and refused(system) == ("model_failed", "false")
+    system.scripted_load.unlink()
+    done(system, "load")
+
+
 def test_f22_what_cannot_be_loaded_is_refused(system: System) -> None:
     """A model that is not there, a body that is wrong; what was there goes on."""
     for what in ("load", "unload"):

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -427,3 +428,63 @@ def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         wait_until(lambda: not any(map(is_running, pids)), description="the children to die")
+
+
+def test_children_come_and_go_beside_others(tmp_path: Path, output: io.StringIO) -> None:
+    """One is added to a stage that was empty; one is retired, gets its time, and does not come back, though its name
+    may; all that are left stop in order."""
+    supervisor = Supervisor([[], [service(tmp_path, "api")]], stream=output, policy=QUICK)
+    try:
+        assert supervisor.start()
+        api = pid_of(tmp_path, "api")
+        supervisor.add(service(tmp_path, "one"), 0)
+        supervisor.add(service(tmp_path, "two"), 0)
+        with pytest.raises(ValueError, match="one"):
+            supervisor.add(service(tmp_path, "one"), 0)
+        one, two = pid_of(tmp_path, "one"), pid_of(tmp_path, "two")
+        for _ in range(2):
+            supervisor.retire("one")
+        assert supervisor.names() == ["one", "two", "api"], "it may take its time"
+        turn_until(supervisor, lambda: "one" not in supervisor.names(), "one to be gone")
+        assert not is_running(one) and stopped(tmp_path) == ["one"]
+        assert output.getvalue().count("one is told to end") == 1
+        (tmp_path / "one.pid").unlink()
+        supervisor.add(service(tmp_path, "one"), 0)
+        again = pid_of(tmp_path, "one")
+        assert (supervisor.pid("two"), supervisor.pid("api")) == (two, api)
+    finally:
+        supervisor.stop()
+    assert stopped(tmp_path)[1] == "api" and sorted(stopped(tmp_path)[2:]) == ["one", "two"]
+    assert not any(map(is_running, (api, two, again)))
+
+
+def test_one_that_is_told_to_end_and_does_not_is_killed(tmp_path: Path, output: io.StringIO) -> None:
+    """When its grace is over; nobody else is."""
+    plan = [[service(tmp_path, "deaf", "stubborn", grace_s=0.2), service(tmp_path, "other")]]
+    supervisor = Supervisor(plan, stream=output, policy=QUICK)
+    try:
+        assert supervisor.start()
+        deaf, other = pid_of(tmp_path, "deaf"), pid_of(tmp_path, "other")
+        supervisor.retire("deaf")
+        turn_until(supervisor, lambda: supervisor.names() == ["other"], "it to be gone")
+        assert not is_running(deaf) and supervisor.pid("other") == other
+    finally:
+        supervisor.stop()
+
+
+def test_one_that_is_not_vital_ends_nobody_else(tmp_path: Path, output: io.StringIO) -> None:
+    """However often it ends, or when the system does not start it (of so long a command line); it is tried again until
+    it is retired."""
+    supervisor = Supervisor([[service(tmp_path, "api")]], stream=output, policy=replace(QUICK, give_up_after=2))
+    try:
+        assert supervisor.start()
+        supervisor.add(replace(dying("lame"), vital=False), 0)
+        supervisor.add(Child(name="none", argv=[sys.executable, "-c", "#" * 2**20], vital=False), 0)
+        turn_until(supervisor, lambda: "exit code 3, 4 times in a row" in output.getvalue(), "four ends")
+        turn_until(supervisor, lambda: output.getvalue().count("none cannot be started") > 1, "a second try")
+        for name in ("lame", "none"):
+            supervisor.retire(name)
+        turn_until(supervisor, lambda: supervisor.names() == ["api"], "both to be forgotten")
+        assert supervisor.failure is None and supervisor.turn()
+    finally:
+        supervisor.stop()

@@ -65,6 +65,25 @@ def test_a_reload_is_followed(process: Callable[..., tuple[Catalogue, Path]]) ->
     assert asked.reload().version == changes.version, "the same tables are no other version"
 
 
+def test_a_reload_before_the_first_look_is_followed(
+    process: Callable[..., tuple[Catalogue, Path]], client: Client, tmp_path: Path
+) -> None:
+    """A process that is slow to look has its models from before; one whose file has other tables keeps them."""
+    asked, file = process("asked")
+    mine = tmp_path / "slow.toml"
+    mine.write_text(ONE)
+    settings = load_configuration(mine, {}).settings
+    for path in (file, mine):
+        path.write_text(TWO)
+    version = asked.reload().version
+    slow, differs = (Catalogue(settings, client, load=lambda: load_configuration(mine, {})) for _ in range(2))
+    slow.follow()
+    assert (own(slow), slow.version, slow.models["a"].source) == ({"a", "b"}, version, "random:2")
+    mine.write_text(f"{TWO}threads = 3\n")
+    differs.follow()
+    assert (own(differs), differs.error) == ({"a"}, ""), "what a process starts with is its own"
+
+
 def test_whoever_cannot_follow_keeps_what_it_has(process: Callable[..., tuple[Catalogue, Path]]) -> None:
     """And says why, until its file is as it should be. What was removed is still known: what it holds must end."""
     (asked, file), (differs, one), (broken, other) = process("asked", TWO), process("one", TWO), process("other", TWO)

@@ -367,3 +367,24 @@ def test_an_attempt_that_ran_here_before_goes_back(process: Process) -> None:
     rank.turn()
     assert (process.state(job), rank.begun[-1].lease.attempt) == ("running", 2)
     assert rank.loop.capacity().in_flight == 1
+
+
+def test_what_was_read_for_slots_that_are_gone_goes_back(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target was lowered while a read waited: no more begins than there is room for now, and the rest at its time."""
+    rank, read = process.one, process.one.delivery.read
+    jobs = [process.submit(ONE) for _ in range(4)]
+
+    def lowered(room: int, block_ms: int) -> list[Entry]:
+        found = read(room, block_ms)
+        rank.loop.set_limit(3)
+        return found
+
+    with monkeypatch.context() as slow:
+        slow.setattr(rank.delivery, "read", lowered)
+        rank.turn()
+    assert [process.state(job) for job in jobs] == ["running"] * 3 + ["queued"]
+    assert rank.intake._unanswered == {}
+    rank.loop.set_limit(4)
+    rank.turn()
+    assert process.state(jobs[3]) == "running"
+    assert process.client.hget(process.key(jobs[3]), "crashes") is None

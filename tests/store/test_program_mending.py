@@ -26,11 +26,17 @@ def left_over(scene: Scene) -> set[str]:
     return {violation.invariant for violation in found}
 
 
+def arrived_first(site: Site, name: str) -> None:
+    """A request of a Program comes, by a second before all others: of the same millisecond, ids would decide."""
+    site.scene.arrive(name)
+    site.seconds_pass(name, "queued_ms", seconds=1)
+
+
 @ONE_PLACE
 def test_a_lost_pool_holds_up_nobody_else(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """Its Program waits for nothing any more; its jobs end by their time limits."""
     scene = site.scene
-    scene.arrive("lead")
+    arrived_first(site, "lead")
     other = scene.arrive("other")
     scene.client.delete(scene.keys.pool(pid("lead")))
     with caplog.at_level(logging.WARNING, "genpool.programs"):
@@ -46,7 +52,7 @@ def test_a_lost_pool_holds_up_nobody_else(site: Site, caplog: pytest.LogCaptureF
 def test_a_lost_record_of_one_that_waits_holds_up_nobody_else(site: Site) -> None:
     """It is listed nowhere any more."""
     scene = site.scene
-    scene.arrive("lead")
+    arrived_first(site, "lead")
     other = scene.arrive("other")
     scene.client.delete(scene.keys.record(pid("lead")))
     site.tick()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
+from pool.rules import model_states
 from pool.rules.model_states import DRAINING, FAILED, LOADED, LOADING, UNLOADED, UNLOADING, WAITING, state_of
 
 STATES = [
@@ -33,3 +36,9 @@ def test_states(wanted: tuple[bool, bool, bool, bool], ranks: list[str], state: 
     unloads, is_unloaded, is_asked, has_failed = wanted
     found = state_of(unloads=unloads, is_unloaded=is_unloaded, is_asked=is_asked, has_failed=has_failed, ranks=ranks)
     assert found == state
+
+
+def test_types_name_every_state() -> None:
+    """What a schema lists of models and ranks is what they may be."""
+    assert get_args(model_states.ModelState) == model_states.STATES
+    assert set(get_args(model_states.RankState)) == {*model_states.RANK_STATES, model_states.STOPPED}

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tasks.model_rows import ModelRow
+
 
 class Answer(BaseModel):
     """Fields are complete: an answer has no others."""
@@ -368,45 +370,6 @@ class CatalogueStanding(Answer):
 
     version: int
     error: Literal["catalogue_invalid", "catalogue_differs"] | None
-
-
-class RankRow(Answer):
-    """A replica as of its last heartbeat; counts are of generations, each choice of a job one."""
-
-    rank: str
-    host: str
-    pid: int
-    state: Literal["loading", "loaded", "draining", "waiting", "unloaded", "failed", "stopped"]
-    queue_depth: int
-    runtime_inflight: int
-    configured_target_inflight: int
-    effective_target_inflight: int
-    device: str
-    last_error: str | None
-
-
-class ModelRow(Answer):
-    """A model of the catalogue; counts are of jobs, the first two targets sums over its loaded replicas."""
-
-    id: str
-    object: Literal["model"]
-    backend: str
-    enabled: bool
-    state: Literal["unloaded", "loading", "loaded", "unloading", "failed"]
-    accepting_new_requests: bool
-    queue_depth: int
-    oldest_queued_seconds: float
-    runtime_inflight: int
-    configured_target_inflight: int
-    effective_target_inflight: int
-    loaded_replicas: int
-    loading_replicas: int
-    target_inflight: int
-    replicas: int
-    replica_max: int
-    device: str
-    last_error: str | None
-    ranks: list[RankRow] | None = None
 
 
 class ModelRows(Answer):
