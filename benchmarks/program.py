@@ -26,6 +26,7 @@ if __name__ == "__main__":
 import argparse
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from benchmarks import report
@@ -42,10 +43,17 @@ FLOOD = "flood"
 PART = 0.35
 #: Waits are bounded as lengths are: a request of the recorded ones takes some ten seconds, one here less than one.
 SCALED = ("force_resume_timeout_seconds = 20.0",)
+#: Turns may change sooner where it costs little to come back.
+SCALED_OFFLOAD = ("force_resume_timeout_seconds = 8.0",)
 #: Options that are no parameters of the measurement.
 UNTOLD = frozenset({"json", "quick", "full", "only", "coefficients"})
 #: Where `--full` keeps what is done.
 CELLS = ROOT / "build" / "program-full.jsonl"
+
+
+def lines_of(settings: Sequence[str]) -> str:
+    """Further lines of `[programs]`."""
+    return "".join(f"{line}\n" for line in settings)
 
 
 def cell_of(options: argparse.Namespace) -> Cell:
@@ -58,15 +66,18 @@ def cell_of(options: argparse.Namespace) -> Cell:
         backend=options.backend,
         seconds=options.seconds,
         warm_requests=options.warm_requests,
-        settings="".join(f"{line}\n" for line in options.set),
+        settings=lines_of(options.set),
     )
 
 
 def contestants(options: argparse.Namespace, bench: Bench) -> dict[str, Callable[[], report.Sample]]:
     """Those that were asked for, by name."""
     cell = cell_of(options)
+    cells = {policy: cell.with_policy(policy) for policy in POLICIES}
+    if options.set is SCALED:
+        cells[OFFLOAD] = replace(cells[OFFLOAD], settings=lines_of(SCALED_OFFLOAD))
     found: dict[str, Callable[[], report.Sample]] = {
-        policy: partial(bench.measure, cell.with_policy(policy)) for policy in POLICIES
+        policy: partial(bench.measure, each) for policy, each in cells.items()
     }
     found[ABANDONED] = partial(bench.measure, cell.with_policy(FULL, abandoned=36))
     found[FLOOD] = partial(flood, bench)
