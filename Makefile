@@ -43,9 +43,9 @@ programs: $(STAMP) ## Do 20,000 random events to Programs on a real state server
 program-kills: $(STAMP) ## Kill a process and then the state server under 40 agents, 30 times (about 10 minutes; SEED=N replays).
 	$(BIN)/python -m tests.chaos.program_kills $(if $(SEED),--seed $(SEED))
 
-cover: $(STAMP) ## Show that the tests of the Programs' rules take every branch, without a state server.
-	$(BIN)/python -m coverage run --branch --source=pool.rules.programs,pool.program_settings \
-		-m pytest -q tests/unit/test_program_*.py
+cover: $(STAMP) ## Show that the tests of the rules of Programs and sessions take every branch, without a state server.
+	$(BIN)/python -m coverage run --branch --source=pool.rules.programs,pool.rules.affinity,pool.program_settings \
+		-m pytest -q tests/unit/test_program_*.py tests/unit/test_affinity.py
 	$(BIN)/python -m coverage report --show-missing --fail-under=100
 
 # The second has KV for a little more than the longest session.

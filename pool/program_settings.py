@@ -166,6 +166,12 @@ class ProgramSettings(Section):
         le=604_800,
         description="Longest the place of a Program between two requests is kept automatically.",
     )
+    place_cost: Literal["share", "rank"] = Field(
+        default="share",
+        description="What a second costs for which a Program between two requests keeps its place automatically: the "
+        "`share` of its rank that the place takes, as the rank serves others meanwhile; or the whole `rank`, which is "
+        "the published formula.",
+    )
     max_kv_retention_ttl_seconds: float = Field(
         default=300.0,
         ge=0,

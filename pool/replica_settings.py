@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from pool.sections import Section
 
+RequestPolicy = Literal["least_inflight", "consistent_hash"]
+LEAST_INFLIGHT: Final = "least_inflight"
+CONSISTENT_HASH: Final = "consistent_hash"
 #: Parts the devices of several replicas on one machine.
 DEVICE_SEPARATOR = ";"
 #: The devices of one replica: indices, or the ids of devices and of their slices.
@@ -37,6 +41,12 @@ class ReplicaSettings(Section):
         le=1024,
         description="Replicas there may be at once, wherever they were started; a further worker waits, without the "
         "model, until one leaves. 0: as many as come.",
+    )
+    request_policy: RequestPolicy = Field(
+        default=LEAST_INFLIGHT,
+        description="Which replica serves a request that belongs to no Program. `least_inflight`: the emptiest. "
+        "`consistent_hash`: one with a session header goes to the replica that earlier ones of its session went to, "
+        "unless that is much fuller than others.",
     )
     device: str = Field(
         default="",

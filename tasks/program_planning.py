@@ -56,10 +56,14 @@ class Planner:
         self._name = name
         self._lock = Lock()
         self._completed: dict[str, set[str]] = {}
+        #: Whether requests complete in this process: then it waits for the ends of holds, which are often shorter than
+        #: an interval. The others need not wake for them, too.
+        self._serves = False
 
     def completed(self, rank: str, program: str) -> None:
         """A request of this Program has completed."""
         with self._lock:
+            self._serves = True
             self._completed.setdefault(rank, set()).add(program)
 
     def turn(self, sight: Sight, *, ticks: bool) -> float | None:
@@ -80,7 +84,14 @@ class Planner:
             self._relocate(seen)
         if again or more_due:
             return 0.0
-        return min((delay for delay in delays if delay is not None), default=None)
+        return min((delay for delay in (*delays, self._until_due(sight)) if delay is not None), default=None)
+
+    def _until_due(self, sight: Sight) -> float | None:
+        """In how many seconds the next timer is due; None where a tick comes first, or another process waits for it."""
+        if not self._serves or sight.due_in_ms is None or sight.is_due:
+            return None
+        due_in_s = sight.due_in_ms / 1000
+        return due_in_s if due_in_s < self._settings.metrics_interval_seconds else None
 
     def _leads(self) -> bool:
         """Whether this process looks after all ranks in this interval."""

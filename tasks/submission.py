@@ -9,13 +9,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
 from pool.errors import ContextTooLong, InvalidRequest, UnknownModel
+from pool.replica_settings import CONSISTENT_HASH
 from pool.settings import ModelSettings
 from pool.store.connection import Client
+from pool.store.flows import session_of
 from pool.store.ids import JobRef, new_ref
 from pool.store.jobs import JobStore
 from pool.store.log import pack_ids
@@ -154,10 +156,17 @@ class Submitter:
         """Public names of the enabled models."""
         return [name for name, model in self._catalogue().items() if model.enabled]
 
-    def prepare(self, request: GenerationRequest, *, door: str, **record: Any) -> NewJob:
+    def goes_by_session(self, model: str) -> bool:
+        """Whether the session of a request has a say in which replica of the model serves it."""
+        settings = self._catalogue().get(model)
+        return settings is not None and settings.request_policy == CONSISTENT_HASH
+
+    def prepare(self, request: GenerationRequest, *, door: str, session: str = "", **record: Any) -> NewJob:
         """Everything but the storing: raises UnknownModel, InvalidRequest or ContextTooLong.
 
-        `record` holds further NewJob fields (params, watch, background, ...); `token` a fixed id (32 hex digits).
+        `session`: its caller's name for the session it belongs to, "" for none; only a hash of it is stored, where
+        replicas go by it. `record` holds further NewJob fields (params, watch, background, ...); `token` a fixed id (32
+        hex digits).
         Without a card (no worker yet) the prompt is measured by the worker before it runs; without a vocabulary by the
         server that runs the model.
         """
@@ -177,7 +186,7 @@ class Submitter:
             record["celery"] = True
         waits = {"lane": request.lane, "fairness": request.fairness_key}
         fixed = self._timeouts | self._share | waits | record
-        return NewJob(
+        job = NewJob(
             ref=ref,
             door=door,
             options=request.options().stored(),
@@ -186,6 +195,9 @@ class Submitter:
             n=request.n,
             **fixed,
         )
+        if not session or not self.goes_by_session(request.model):
+            return job
+        return replace(job, session=session_of(job.tenant, session))
 
     def submit(self, request: GenerationRequest, *, door: str, **record: Any) -> JobRef:
         """Prepare and store; the id is valid from then on, on every node."""

@@ -281,6 +281,17 @@ class System:
         with self.client() as client:
             wait_until(lambda: registered() or self._dead(worker), description=worker.name, timeout_s=READY_S)
 
+    def await_readers(self, count: int) -> None:
+        """Until so many of its workers know of each other and block at the stream."""
+
+        def blocked() -> int:
+            with self.client() as client:
+                known = client.hlen(self.keys().load)
+                waiting = sum("b" in each["flags"] and each["cmd"].startswith("xread") for each in client.client_list())
+            return min(known, waiting)
+
+        wait_until(lambda: blocked() >= count, description=f"{count} workers to wait for work", timeout_s=20)
+
     def _dead(self, part: Part) -> bool:
         if not part.alive:
             raise AssertionError(f"{part.name} ended:\n{part.output()[-3000:]}")
@@ -314,10 +325,13 @@ class System:
 
     # --- jobs
 
-    def submit(self, script: str, *, api: int = 0, **body: Any) -> str:
-        """Submit a background job of this input at a node; its id, which is also kept in `accepted`."""
+    def submit(self, script: str, *, api: int = 0, session: str = "", **body: Any) -> str:
+        """Submit a background job of this input at a node; its id, which is also kept in `accepted`. `session`: what
+        its header says of that, "" for none."""
         url = f"{self.api_url(self.apis[api])}/v1/responses"
-        answer = self.http.post(url, json={"model": SCRIPTED, "input": script, "background": True, **body})
+        headers = {"x-session-id": session} if session else {}
+        said = {"model": SCRIPTED, "input": script, "background": True, **body}
+        answer = self.http.post(url, json=said, headers=headers)
         assert answer.status_code == 200, answer.text
         self.accepted.append(answer.json()["id"])
         return self.accepted[-1]

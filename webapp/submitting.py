@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flask import Request
+from flask import Request, request
 
 from pool.errors import GenpoolError, InvalidRequest, StateUnavailable
 from pool.rules.fairness import LANES
 from pool.rules.programs.claims import Claim
+from pool.rules.programs.session_headers import session_of_headers
 from pool.store.ids import JobRef, parse_ref
 from pool.store.jobs import View
 from pool.store.keys import END_ONLY
@@ -138,6 +139,7 @@ def _build(node: Node, order: Order, *, watch: str, reader_ms: int) -> Coming:
         job = node.services.submitter.prepare(
             order.request,
             door=order.door,
+            session=_session(node, order),
             tenant=caller.tenant,
             tenant_cap=caller.pending,
             **caller.share(),
@@ -152,6 +154,14 @@ def _build(node: Node, order: Order, *, watch: str, reader_ms: int) -> Coming:
     except InvalidRequest as error:
         error.param = order.names.get(error.param or "", error.param)
         raise
+
+
+def _session(node: Node, order: Order) -> str:
+    """The session that the request's headers name, "" for none: of one without a Program, where replicas go by it.
+    Raises InvalidRequest that names the header."""
+    if order.claim is not None or not node.services.submitter.goes_by_session(order.request.model):
+        return ""
+    return session_of_headers(request.headers) or ""
 
 
 def check_turn(request: GenerationRequest, caller: Caller) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from pool.program_settings import ProgramSettings
 from pool.rules.programs.facts import Means
 from pool.rules.programs.tokens import SharedPrefix, shared_prefix_freshness_seconds
-from pool.rules.programs.ttl import cache_miss_impact_seconds, retention
+from pool.rules.programs.ttl import cache_miss_impact_seconds, place_share, retention
 from pool.rules.programs.windows import RequestSample, counts_as_round, growth_tokens, is_continuous
 from pool.store.handouts import Handout
 from pool.store.placements import Outcome, Placement
@@ -102,7 +102,8 @@ def outcome_of(request: Completed, settings: ProgramSettings, background: Backgr
     private_tokens = max(request.context_tokens - shared.tokens, 0)
     impact_s = cache_miss_impact_seconds(settings.prefill_cost_model, private_tokens)
     hint_s = None if placement.retention_ms is None else placement.retention_ms / 1000
-    kept = retention(settings, background.means, impact_s, hint_s)
+    share = place_share(settings, private_tokens + settings.decode_buffer_tokens)
+    kept = retention(settings, background.means, impact_s / share, hint_s)
     return Outcome(
         prompt_tokens=request.finished.prompt_tokens,
         context_tokens=request.context_tokens,

@@ -28,6 +28,10 @@ from workers.program_residence import Residence, Resident
 
 #: After a failed round trip.
 RETRY_S = 0.3
+#: When the engine is looked at again that was told to let KV go; the time doubles, up to an interval.
+AGAIN_S = 0.05
+#: What comes within this time of a look is looked at together.
+GATHER_S = 0.01
 
 
 class ProgramSeat:
@@ -61,6 +65,7 @@ class ProgramSeat:
         self._leaving = self._left = self._stopping = self._failing = False
         self._why = PauseReason.HEALTH_FAILOVER
         self._next_s = 0.0
+        self._again_s = AGAIN_S
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="genpool-seat", daemon=True)
 
@@ -87,8 +92,12 @@ class ProgramSeat:
             return
         tell_dispatch(handout, placement)
         if not self._busy:
-            self._roused = True
-            self._wake.set()
+            self.rouse()
+
+    def rouse(self) -> None:
+        """Look at the engine soon: a Program has lost its place, and its KV has to go."""
+        self._roused = True
+        self._wake.set()
 
     def outcome(self, handout: Handout, finished: Finished) -> Outcome | None:
         """What a completed job tells of its Program, None for one of none."""
@@ -127,6 +136,7 @@ class ProgramSeat:
             self._wake.wait(max(0.0, self._next_s - time.monotonic()))
             self._wake.clear()
             self._attempt()
+            time.sleep(GATHER_S)
         # What was handed back meanwhile goes elsewhere, too.
         self._left = False
         self._attempt()
@@ -150,9 +160,17 @@ class ProgramSeat:
         elif self._roused or now_s >= self._next_s:
             self._roused = False
             stands = standing(self._store.client, self._store.keys, self._rank)
-            if self._keep(stands):
-                self._observe(stands)
-            self._next_s = now_s + (self._settings.metrics_interval_seconds if self._busy else self._keep_s)
+            is_awaited = self._keep(stands) and self._observe(stands)
+            self._next_s = now_s + self._pause_s(is_awaited)
+
+    def _pause_s(self, is_awaited: bool) -> float:
+        """Until the next look. `is_awaited`: Programs may wait for what it shows."""
+        if not is_awaited:
+            self._again_s = AGAIN_S
+            return self._settings.metrics_interval_seconds if self._busy else self._keep_s
+        again_s = min(self._again_s, self._settings.metrics_interval_seconds)
+        self._again_s = 2 * again_s
+        return again_s
 
     def _give_up(self) -> None:
         if self._left:
@@ -182,12 +200,14 @@ class ProgramSeat:
                 self._teller.paused(program, self._rank, self._why)
         self._programs.wake(self._model)
 
-    def _observe(self, stands: Standing) -> None:
+    def _observe(self, stands: Standing) -> bool:
         """Tell what the engine holds of Programs, and have go what it holds of those that have no place here. So no
-        command to drop can get lost: whatever nobody knows any more is found again each time."""
+        command to drop can get lost: whatever nobody knows any more is found again each time. Whether the next look is
+        awaited: KV is leaving, or requests in the engine shut the rank to Programs that wait."""
         seen = self._see() if stands.is_busy else None
         resident = self._residence.look(stands.sent, seen)
         self._busy = stands.is_busy or bool(resident.tokens)
+        is_awaited = False
         if seen is not None:
             look = Look(
                 began_ms=seen.now_ms,
@@ -200,7 +220,11 @@ class ProgramSeat:
             )
             installed = self._upkeep.observe(self._rank, self._incarnation, look)
             self._teller.looked(self._rank, look, installed=installed)
+            if installed and (look.gone or stands.waiting):
+                self._programs.wake(self._model)
+            is_awaited = len(look.gone) < len(stands.leaving) or bool(stands.waiting and resident.waiting)
         self._clear(resident)
+        return is_awaited
 
     def _clear(self, resident: Resident) -> None:
         """KV of those that were paused, or lost, or are over, goes."""

@@ -121,7 +121,7 @@ class Rank:
 
     def _close(self) -> None:
         self.state = STOPPED
-        self._registrar.on_hint = self._registrar.card = None
+        self._registrar.on_hint = self._registrar.on_kv_leaves = self._registrar.card = None
         for client in (self._reader, self._writer):
             client.connection_pool.disconnect()
         if self._delivery is not None:
@@ -176,6 +176,7 @@ class Rank:
         self._runner.start(self._outlet)
         self._outlet.start()
         if self._seat is not None:
+            self._registrar.on_kv_leaves = self._seat.rouse
             self._seat.start()
         self._intake.start()
         self._started = True

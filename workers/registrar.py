@@ -13,7 +13,7 @@ from typing import Any
 
 from pool.rules.model_states import FAILED, WAITING
 from pool.store.connection import connect
-from pool.store.keys import model_channel, node_channel
+from pool.store.keys import KV_LEAVES, model_channel, node_channel
 from pool.store.lifecycle import Lifecycle
 from pool.store.ranks import Card, RankRegistry, Wish
 from tasks.config import Settings, state_url
@@ -45,6 +45,8 @@ class Registrar:
         self.wish = Wish()
         #: What a hint about a held job sets going, and the card that the registry must hold: a loaded rank's.
         self.on_hint: Callable[[], None] | None = None
+        #: What KV sets going that has to go.
+        self.on_kv_leaves: Callable[[], None] | None = None
         self.card: Card | None = None
         self._model = model
         self._node = node
@@ -153,6 +155,9 @@ class Registrar:
                 continue
             if message["channel"] == lifecycle:
                 next_beat = 0.0
+            elif message["data"] == KV_LEAVES.encode():
+                if (on_kv_leaves := self.on_kv_leaves) is not None:
+                    on_kv_leaves()
             elif (on_hint := self.on_hint) is not None:
                 # About a held job: a cancel, a new watcher.
                 on_hint()

@@ -69,6 +69,6 @@ def accepting(
         "reader": job.reader_ms,
         "data": [block.packed() if at in sent else b"" for at, block in enumerate(stored.blocks)],
         "flow": flow_of(job.lane, job.tenant, job.fairness),
-        "terms": f"{job.n}:{job.weight}:{job.inflight_cap}",
+        "terms": f"{job.n}:{job.weight}:{job.inflight_cap}" + (f":{job.session}" if job.session else ""),
         "fields": job.fields() + stored.fields,
     }

@@ -15,6 +15,7 @@ from pool.store.keys import GROUP, ModelKeys
 log = logging.getLogger("genpool.entries")
 
 _TOKEN = re.compile(rb"[0-9a-f]{32}")
+_SESSION = re.compile(rb"[0-9a-f]{16}")
 
 
 def token_of(fields: Mapping[bytes, bytes]) -> str | None:
@@ -35,12 +36,25 @@ def hops_of(fields: Mapping[bytes, bytes]) -> int:
     return int(hops) if len(hops) < 4 and hops.isdigit() else 0
 
 
+def session_of(fields: Mapping[bytes, bytes]) -> str:
+    """The digits that stand for its session; "" where it has none."""
+    session = fields.get(b"session", b"")
+    return session.decode() if _SESSION.fullmatch(session) else ""
+
+
 def sorted_out(items: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> tuple[list[Entry], list[bytes]]:
     """What was read, each entry with a fence of its own; and the ids of those that name no job."""
-    named = [(entry, token_of(fields), hops_of(fields), guess_of(fields)) for entry, fields in items]
+    named = [(entry, token_of(fields), fields) for entry, fields in items]
     entries = [
-        Entry(entry.decode(), token, secrets.token_hex(8), hops=hops, guess_ms=guess_ms)
-        for entry, token, hops, guess_ms in named
+        Entry(
+            entry.decode(),
+            token,
+            secrets.token_hex(8),
+            hops=hops_of(fields),
+            guess_ms=guess_of(fields),
+            session=session_of(fields),
+        )
+        for entry, token, fields in named
         if token is not None
     ]
     return entries, [entry for entry, token, *_ in named if token is None]

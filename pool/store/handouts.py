@@ -67,7 +67,8 @@ class Handout:
 class Entry:
     """A stream entry of this rank's pending list, the job it names, and the fence with which it begins: beginning the
     same Entry again is safe. `program`: whose job it is, "" for plain work; `hops`: how often it was passed on;
-    `guess_ms`: what a choice was taken to need when it was moved into the stream."""
+    `guess_ms`: what a choice was taken to need when it was moved into the stream; `session`: digits that stand for its
+    session, "" for none."""
 
     id: str
     token: str
@@ -75,6 +76,7 @@ class Entry:
     program: str = ""
     hops: int = 0
     guess_ms: int = 0
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,10 @@ def node_channel(node: str) -> str:
     return f"{PREFIX}node:{node.removesuffix(END_ONLY)}"
 
 
+#: What a rank is told over its own channel: KV of a Program has to go (pool/store/lua/lib/book.lua).
+KV_LEAVES = "*"
+
+
 def model_channel(model: str) -> str:
     """Pub/sub channel of those who follow a model's lifecycle: a message says that it was changed."""
     return f"{PREFIX}model:{model}"

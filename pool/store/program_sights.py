@@ -17,12 +17,18 @@ LOOKS = 4
 @dataclass(frozen=True, slots=True)
 class Sight:
     """One model at `now_ms`, the state server's time. `members`: the ranks of the ring, with when they were last seen;
-    `dirty`: ranks where something has changed that nobody has planned for; `is_due`: a timer of a Program is."""
+    `dirty`: ranks where something has changed that nobody has planned for; `due_in_ms`: in how much time the first
+    timer of a Program is due, 0 or less: it is; None without one."""
 
     members: Mapping[str, int]
     dirty: tuple[str, ...]
-    is_due: bool
+    due_in_ms: int | None
     now_ms: int
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a timer of a Program is due."""
+        return self.due_in_ms is not None and self.due_in_ms <= 0
 
     @property
     def is_quiet(self) -> bool:
@@ -53,7 +59,7 @@ def sights(client: Client, models: Sequence[ProgramKeys]) -> list[Sight]:
             Sight(
                 {rank.decode(): int(seen_ms) for rank, seen_ms in members},
                 tuple(rank.decode() for rank in dirty),
-                any(due_ms <= now_ms for _, due_ms in timers),
+                next((int(due_ms) - now_ms for _, due_ms in timers), None),
                 now_ms,
             )
         )

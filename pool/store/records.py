@@ -2,7 +2,7 @@
 
 Record v1 is a Redis HASH. Fixed at submit: `v kind model tenant lane fairness n seed options params background store
 celery task_id watch queue_timeout_ms run_timeout_ms tombstone_ms created_ms`, `counted` where its tenant has a limit
-(lua/lib/own.lua), and either `input prompt` or, when those
+(lua/lib/own.lua), `session` where replicas go by it (pool/store/sharing.py), and either `input prompt` or, when those
 are large, `blocks prompt_blocks`: the ids of their blocks (pool/store/inputs.py), the prompt's first, and how many
 those are. Changing as it runs: `state entry attempt nonce rank tokens begun_tokens started_ms`, `run_left_ms` while it
 waits again, and of lost attempts `losses crashes blamed suspect`. Written with the end: `finished_ms outputs
@@ -37,7 +37,8 @@ class NewJob:
     submit; after `reader_ms` (0: never) without a reader it is cancelled; its id is remembered `tombstone_ms` longer
     than its result. `tenant_cap`: choices that its tenant may hold of the model, with this job (0: it is not counted).
     `lane`, `fairness` (the key it is charged to, "" for its tenant), `weight` and `inflight_cap` (choices of its key in
-    flight while others wait, 0: any) are how it waits for its turn (pool/rules/fairness.py).
+    flight while others wait, 0: any) are how it waits for its turn (pool/rules/fairness.py). `session`: digits that
+    stand for its session (flows.session_of), "" where any replica may serve it alike.
     """
 
     ref: JobRef
@@ -55,6 +56,7 @@ class NewJob:
     fairness: str = ""
     weight: int = 1
     inflight_cap: int = 0
+    session: str = ""
     background: bool = False
     store: bool = True
     celery: bool = False
@@ -92,6 +94,8 @@ class NewJob:
             pairs["prompt_tokens"] = self.prompt_tokens
         if self.tenant_cap:
             pairs["counted"] = 1
+        if self.session:
+            pairs["session"] = self.session
         return [item for pair in pairs.items() for item in pair]
 
 

@@ -7,13 +7,19 @@ work away (`lua/share.lua`), whether others have less in flight for their slots.
 
 A replica that is told to be emptier and does not come, being dead, stopped or busy, costs a job no more than MOST_HOPS
 hops and pauses: then whoever has it begins it. A replica with free slots never waits for longer than a pause.
+
+A job whose entry names a session goes to the replica that pool/rules/affinity.py chooses for it, over what all have
+told; whoever else reads it gives it back. There is no way to wake a certain replica, so the job passes those that
+blocked before that one, each within a millisecond or so. Nobody gives the same job back more than MOST_RETURNS times,
+since whoever reads it again knows that it has passed all who wait; after FARTHEST hops it is as one without a session.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pool.rules.affinity import Load, chosen
 from pool.store.connection import Client
 from pool.store.handouts import Entry
 from pool.store.keys import ModelKeys
@@ -22,6 +28,11 @@ from pool.store.scripts import script
 
 #: How often a job may go back to the stream before somebody begins it.
 MOST_HOPS = 3
+#: How often a replica gives back the same job because it is another's by its session, and how often all of them do.
+MOST_RETURNS = 2
+FARTHEST = 32
+#: Of so many jobs a replica remembers that it gave them back.
+REMEMBERED = 1000
 #: How long whoever gave work back leaves it to others before it reads again.
 PAUSE_S = 0.005
 #: What a replica has told is forgotten when none of the model tells anything for so long.
@@ -39,6 +50,8 @@ class Sharing:
     keys: ModelKeys = field(init=False)
     _told: tuple[int, int] | None = field(init=False, default=None)
     _has_left: bool = field(init=False, default=False)
+    #: How often this replica gave back a job with a session, by its token.
+    _returns: dict[str, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.keys = ModelKeys(f"{self.model}:0")
@@ -61,21 +74,43 @@ class Sharing:
     def kept(self, client: Client, entries: Sequence[Entry], in_flight: int, slots: int) -> list[Entry]:
         """Of what was read just now by a replica with so much in flight, what it begins; the rest went back."""
         plain = [entry for entry in entries if not entry.program]
-        if not self.has_others() or not plain or (in_flight == 0 and len(entries) == 1):
+        has_sessions = any(entry.session for entry in plain)
+        if not self.has_others() or not plain or (in_flight == 0 and len(entries) == 1 and not has_sessions):
             return list(entries)
+        begun = in_flight + len(entries) - len(plain)
+        ranks = self._chosen(client, plain, Load(begun, slots)) if has_sessions else [""] * len(plain)
         command = script("share")(
             queue=self.keys.queue,
             ranks=self.keys.ranks,
             load=self.keys.load,
             jobs=[self.keys.job(entry.token) for entry in plain],
             rank=self.rank,
-            inflight=in_flight + len(entries) - len(plain),
+            inflight=begun,
             slots=slots,
             most=MOST_HOPS,
             tokens=[entry.token for entry in plain],
             entries=[entry.id for entry in plain],
             hops=[entry.hops for entry in plain],
             guesses=[entry.guess_ms for entry in plain],
+            sessions=[entry.session for entry in plain],
+            chosen=ranks,
         )
         given = {entry.id for entry, went in zip(plain, run(client, command), strict=True) if went}
+        self._remember(entry for entry in plain if entry.session and entry.id in given)
         return [entry for entry in entries if entry.program or entry.id not in given]
+
+    def _chosen(self, client: Client, entries: Sequence[Entry], own: Load) -> list[str]:
+        """The replica for each of them, "" for the emptiest."""
+        told = run(client, script("occupancy")(ranks=self.keys.ranks, load=self.keys.load))
+        loads = {told[at].decode(): Load(told[at + 1], told[at + 2]) for at in range(0, len(told), 3)}
+        sessions = [entry.session if entry.hops < FARTHEST else "" for entry in entries]
+        ranks = chosen(sessions, loads | {self.rank: own})
+        # What has come back too often stays.
+        stays = [self._returns.get(entry.token, 0) >= MOST_RETURNS for entry in entries]
+        return [self.rank if stay else rank for stay, rank in zip(stays, ranks, strict=True)]
+
+    def _remember(self, given: Iterable[Entry]) -> None:
+        for entry in given:
+            self._returns[entry.token] = self._returns.pop(entry.token, 0) + 1
+        while len(self._returns) > REMEMBERED:
+            del self._returns[next(iter(self._returns))]

@@ -87,18 +87,6 @@ def row(system: System) -> dict[str, Any]:
     return found
 
 
-def await_readers(system: System, count: int) -> None:
-    """Until so many workers know of each other and block at the stream."""
-
-    def blocked() -> int:
-        with system.client() as client:
-            known = client.hlen(system.keys().load)
-            waiting = sum("b" in each["flags"] and each["cmd"].startswith("xread") for each in client.client_list())
-        return min(known, waiting)
-
-    wait_until(lambda: blocked() >= count, description=f"{count} workers to wait for work", timeout_s=20)
-
-
 def test_f26_a_worker_that_comes_late_finds_work(system: System) -> None:
     """Ten jobs, a worker of two slots, then another: each has at most two in its hands, whatever waits, and the second
     runs its part. Nothing starts twice."""
@@ -121,7 +109,7 @@ def test_unequal_workers_fill_evenly(system: System) -> None:
     start(system, 6, 2)
     jobs = []
     for _ in range(4):
-        await_readers(system, 2)
+        system.await_readers(2)
         jobs.append(system.submit_running("repeat 5000 x", max_output_tokens=5000))
     held = {each["effective_target_inflight"]: in_hand(system)[each["rank"]] for each in row(system)["ranks"]}
     assert held == {6: 3, 2: 1}

@@ -104,3 +104,17 @@ def ended_of(client: OpenAI, job: str) -> Any:
     """The response, once it has ended."""
     found = client.responses.retrieve(job)
     return found if found.status not in ("queued", "in_progress") else None
+
+
+def test_a_place_that_ends_between_ticks_is_given_on(tmp_path: Path) -> None:
+    """The end of a hold, the KV that goes, and the room that it leaves are each noticed as they come: with a tick a
+    minute, who waits for the place begins all the same."""
+    programs = {"enabled": True, "metrics_interval_seconds": 60, "token_capacity_per_dp_rank": 400}
+    with System(tmp_path, apis=1, workers=1, serves=TINY, sections={"programs": programs}) as system:
+        system.start()
+        client = OpenAI(base_url=f"{system.api_url(system.apis[0])}/v1", api_key="any", max_retries=0, timeout=30)
+        asked: dict[str, Any] = {"model": TINY, "temperature": 0, "prompt": TOKENS, "max_tokens": 4}
+        for name in ("one", "two", "three"):
+            held = of_program(name, kv_retention_ttl_seconds=0.5)
+            assert client.completions.create(**asked, extra_body=held).choices[0].text
+        assert system.audit() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 
@@ -60,6 +61,27 @@ def test_a_large_program_starts_in_a_flood_of_small_ones(site: Site) -> None:
     assert large.token in set.union(*begun)
     for handout in running:
         scene.end(handout)
+
+
+@with_settings(metrics_interval_seconds=60)
+def test_the_end_of_a_hold_is_waited_for_where_requests_complete(site: Site) -> None:
+    """It is mostly sooner than a tick. The process that completed one looks again then; others need not wake."""
+    scene = site.scene
+    serving, other = site.programs[0], site.process()
+    scene.arrive("lead")
+    site.woken()
+    (running,) = scene.take()
+    scene.end(running, ttl_ms=30_000)
+    serving.completed(MODEL, "a", pid("lead"))
+    site.woken()
+    other.turn([], [MODEL])
+    assert 0 < serving._again_s[MODEL] - time.monotonic() <= 30
+    assert other._again_s == {}
+    assert scene.field("lead", "state") == "active"
+    scene.due("ttl", "lead")
+    site.woken()
+    assert scene.field("lead", "state") == "paused"
+    assert MODEL not in serving._again_s
 
 
 @with_settings(token_capacity_per_dp_rank=None, max_active_programs_per_target=100)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +17,8 @@ from pool.rules.admission import Budgets
 from pool.settings import ModelSettings
 from pool.store.connection import Client, connect
 from pool.store.handouts import Ending, Handout
+from pool.store.hints import Subscription
+from pool.store.keys import KV_LEAVES, node_channel
 from pool.store.rank_delivery import RankDelivery
 from tasks.config import Settings
 from tasks.payloads import Sampling
@@ -30,7 +33,7 @@ from workers.loop import NO_OFFLOAD, BatchingLoop
 from workers.offload import OffloadBudget
 from workers.outlet import Held
 from workers.program_residence import ProgramResidence
-from workers.program_seat import ProgramSeat
+from workers.program_seat import AGAIN_S, ProgramSeat
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 4
 SLOTS = 2
@@ -154,6 +157,55 @@ def test_kv_of_a_paused_program_leaves(desk: Desk) -> None:
     desk.turn()
     assert desk.scene.upkeep.leaving("a") == {}
     assert int(desk.seen_tokens()) == sum(desk.resident().values())
+
+
+def test_the_engine_is_looked_at_again_until_kv_has_left(desk: Desk) -> None:
+    """Soon, and less often each time; who waits for the room is planned for as soon as it is there."""
+    woken: list[str] = []
+    desk.seat._programs.wake = woken.append  # type: ignore[method-assign]
+    desk.run("lead")
+    desk.turn()
+    calm_s = desk.seat._next_s - time.monotonic()
+    desk.scene.pause("lead", "max_segment_yield")
+    pauses = []
+    for _ in range(3):
+        desk.turn()
+        pauses.append(desk.seat._next_s - time.monotonic())
+    assert pauses == sorted(pauses) and pauses[-1] < calm_s
+    assert woken == []
+    assert desk.resident() == {}
+    desk.turn()
+    assert desk.scene.upkeep.leaving("a") == {}
+    assert woken == ["tiny"]
+    assert desk.seat._again_s == AGAIN_S
+
+
+def test_a_full_engine_is_looked_at_again_while_programs_wait(desk: Desk) -> None:
+    """Requests that wait in it shut the rank to them."""
+    desk.run("lead")
+    prompt = np.arange(PROMPT_TOKENS, dtype=np.int32)
+    for number in range(SLOTS + 1):
+        desk.loop.submit(Generation(f"job-{number}", 1, prompt, Sampling(), 4, 0))
+    desk.loop.tick()
+    desk.turn()
+    calm_s = desk.seat._next_s - time.monotonic()
+    desk.scene.arrive("other")
+    desk.turn()
+    assert desk.scene.book()["obs_waiting"] == "1"
+    assert desk.seat._next_s - time.monotonic() < calm_s / 2
+
+
+def test_a_rank_is_told_that_kv_has_to_go(desk: Desk) -> None:
+    """Whoever takes a Program's place away, over the rank's own channel; not of one that had none."""
+    heard = Subscription(desk.scene.client, node_channel("a"))
+    desk.run("lead")
+    assert heard.message(0.1) is None
+    desk.scene.pause("lead", "max_segment_yield")
+    assert heard.message(5) == KV_LEAVES.encode()
+    desk.run("other")
+    desk.scene.upkeep.finish(TENANT, "other")
+    assert heard.message(5) == KV_LEAVES.encode()
+    heard.close()
 
 
 def test_kv_of_nobody_is_dropped(desk: Desk) -> None:

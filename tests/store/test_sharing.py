@@ -8,58 +8,13 @@ import pytest
 
 from pool.store.audit import Audit
 from pool.store.connection import Client
-from pool.store.delivery import Delivery
-from pool.store.handouts import Entry, Handout, Write
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
-from pool.store.ranks import RankRegistry
-from pool.store.sharing import MOST_HOPS, Sharing
-from tests.builders import as_if_ranks_waited, completed, delivery, new_job
+from pool.store.sharing import MOST_HOPS
+from tests.builders import as_if_ranks_waited, new_job
+from tests.replicas import Replica
 
 KEYS = ModelKeys("tiny:0")
-
-
-class Replica:
-    """One of several, driven by the test: it reads, shares, and begins what it keeps."""
-
-    def __init__(self, url: str, client: Client, rank: str, slots: int) -> None:
-        self.delivery: Delivery = delivery(url, rank)
-        self.slots = slots
-        self.held: list[Handout] = []
-        self.sharing = Sharing("tiny", rank, has_others=lambda: True)
-        self._client = client
-        self.registry = RankRegistry(client, "tiny")
-        assert self.registry.beat(rank, "life", lease_ms=60_000, facts={})
-        self.tell()
-
-    @property
-    def occupancy(self) -> float:
-        """In flight for its slots."""
-        return len(self.held) / self.slots
-
-    def tell(self) -> None:
-        """As before each read, and after each end."""
-        self.sharing.tell(self._client, len(self.held), self.slots)
-
-    def keeps(self, entries: list[Entry]) -> list[Entry]:
-        """What of these it does not give back."""
-        return self.sharing.kept(self._client, entries, len(self.held), self.slots)
-
-    def turn(self) -> int:
-        """As the intake's: how many it has begun."""
-        self.tell()
-        room = self.slots - len(self.held)
-        entries = self.keeps(self.delivery.read(room, 1)) if room else []
-        self.held += [found for found in self.delivery.begin(entries) if isinstance(found, Handout)]
-        self.tell()
-        return len(entries)
-
-    def end(self, count: int) -> None:
-        """Some of what it runs ends."""
-        for handout in self.held[:count]:
-            assert self.delivery.write([Write(handout.lease, 0, (), completed("x"))])[0].code == "ok"
-        self.held = self.held[count:]
-        self.tell()
 
 
 @pytest.fixture

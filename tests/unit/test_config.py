@@ -188,6 +188,10 @@ def test_a_variable_that_fits_two_models_is_refused(load: Any) -> None:
             f"[models.{SHIPPED}]\nreplicas = 3\nreplica_max = 2",
             f"models.{SHIPPED} (from {{file}}): replica_max (2) must be 0 or at least replicas (3)",
         ),
+        (
+            f'[models.{SHIPPED}]\nrequest_policy = "hash"',
+            "request_policy = 'hash' (from {file}): should be 'least_inflight' or 'consistent_hash'",
+        ),
         (f"[models.{SHIPPED}]\ndevice = 0", "device = 0 (from {file}): should be a valid string"),
         (f'[models.{SHIPPED}]\ndevice = "0;"', "device = '0;' (from {file}): must be what CUDA_VISIBLE_DEVICES takes"),
         (f"[models.{SHIPPED}]\nkv_overcommit = 0.5", "kv_overcommit = 0.5 (from {file}): should be greater than or"),

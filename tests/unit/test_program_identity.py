@@ -15,6 +15,7 @@ from pool.errors import InvalidRequest
 from pool.rules.programs.claims import Claim, Hints, Identity, Source
 from pool.rules.programs.identity import claim_of
 from pool.rules.programs.metadata import MAX_DURATION_SECONDS, MAX_JSON_BYTES, MAX_WHOLE
+from pool.rules.programs.session_headers import session_of_headers
 
 CANONICAL = "vllm_xargs.agentic_context"
 WHOLE_CONTEXT = {
@@ -357,6 +358,18 @@ def test_header_families(headers: dict[str, str], source: Source, program_id: st
     assert (found.identity.blocks_parent, found.identity.expected_resume) == (not is_lead, is_lead)
     assert found.identity.agent_role == ("lead" if is_lead else "subagent")
     assert not found.identity.ends_program
+    assert session_of_headers(Headers(headers)) == "s"
+
+
+def test_a_session_alone_is_that_of_the_first_family() -> None:
+    """For requests without a Program: blank headers count as none, and a session that cannot be is refused by name."""
+    both = {"session-id": "first", "x-session-id": "second"}
+    assert session_of_headers(Headers(both)) == "first"
+    assert session_of_headers(Headers({"x-session-id": "  ", "x-session-affinity": "a"})) == "a"
+    assert session_of_headers(Headers({"thread-id": "t"})) is None
+    with pytest.raises(InvalidRequest) as caught:
+        session_of_headers(Headers({"x-session-id": "x" * 257}))
+    assert caught.value.param == "x-session-id"
 
 
 def test_what_consistent_hashing_goes_by() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pool.program_settings import ProgramSettings
 from pool.rules.programs.facts import Means
-from pool.rules.programs.ttl import acting_ttl_seconds, cache_miss_impact_seconds
+from pool.rules.programs.ttl import acting_ttl_seconds, cache_miss_impact_seconds, place_share
 from pool.rules.programs.windows import RequestSample
 from pool.store.handouts import Handout, Lease
 from pool.store.placements import Outcome, Placement
@@ -97,7 +97,9 @@ def test_the_ttl_is_that_of_the_ranks_window() -> None:
     """None before it is full."""
     assert outcome_of(request(), SETTINGS, Background()).ttl_ms == 0
     outcome = outcome_of(request(), SETTINGS, FULL)
-    expected_ms = round(1000 * acting_ttl_seconds(SETTINGS, FULL.means, outcome.impact_s))
+    share = place_share(SETTINGS, 1250 + SETTINGS.decode_buffer_tokens)
+    assert 0 < share < 1
+    expected_ms = round(1000 * acting_ttl_seconds(SETTINGS, FULL.means, outcome.impact_s / share))
     assert outcome.ttl_ms == outcome.automatic_ms == expected_ms
 
 

@@ -24,6 +24,7 @@ from pool.rules.programs.ttl import (
     acting_ttl_seconds,
     cache_miss_impact_seconds,
     decode_throughput,
+    place_share,
     prefill_seconds,
     reference_calibration,
     retention,
@@ -269,6 +270,21 @@ def test_max_acting_ttl_seconds_caps_the_automatic_ttl() -> None:
         return acting_ttl_seconds(given, QUICK, miss_impact_s=20.0)
 
     assert effects("max_acting_ttl_seconds", (1.0, 3.0, 10.0), ttl) == [0.0, 3.0, 10.0]
+
+
+def test_place_cost_is_what_a_second_of_a_place_costs() -> None:
+    """A place of 250 of 1,000 tokens, or of one of four Programs: a quarter of its rank, or all of it."""
+    bounds: list[dict[str, int | None]] = [
+        {"token_capacity_per_dp_rank": 1000, "max_active_programs_per_target": 64},
+        {"token_capacity_per_dp_rank": 1000, "max_active_programs_per_target": 2},
+        {"token_capacity_per_dp_rank": None, "max_active_programs_per_target": 4},
+        {"token_capacity_per_dp_rank": 100, "max_active_programs_per_target": 64},
+    ]
+
+    def shares(given: ProgramSettings) -> list[float]:
+        return [place_share(given.model_copy(update=bound), 250) for bound in bounds]
+
+    assert effects("place_cost", ("share", "rank"), shares) == [[0.25, 0.5, 0.25, 1.0], [1.0] * 4]
 
 
 def test_max_kv_retention_ttl_seconds_caps_a_hint() -> None:

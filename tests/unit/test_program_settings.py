@@ -40,6 +40,7 @@ PARAMETERS: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("decode_buffer_tokens", 100, [0], [-1]),
     ("on_pause", "drop", ["offload"], ["retain", ""]),
     ("max_acting_ttl_seconds", 10.0, [0], [-1, INFINITE]),
+    ("place_cost", "share", ["rank"], ["none", ""]),
     ("max_kv_retention_ttl_seconds", 300.0, [0], [-1, INFINITE]),
     ("high_watermark_ratio", 1.0, [1.0], [0, 1.1]),
     ("low_watermark_ratio", 1.0, [0.5], [0, 1.1]),

@@ -227,6 +227,28 @@ def test_a_dearer_miss_never_shortens_the_wait(intervals: list[float], miss_impa
     assert cheap <= dear
 
 
+@given(
+    intervals=st.lists(st.floats(0.01, 100), min_size=1, max_size=20),
+    miss_impact_s=st.floats(0.01, 5),
+    share=st.floats(0.01, 1),
+)
+def test_a_place_costs_its_part_of_the_rank(intervals: list[float], miss_impact_s: float, share: float) -> None:
+    """The TTL has the most of C F(d) - share x (E[T; T < d] + d (1 - F(d))), of all up to C / share."""
+    times = LogNormal.fitted(intervals)
+
+    def saved(ttl_s: float) -> float:
+        if ttl_s == 0:
+            return 0.0
+        kept_s = times.partial_mean(ttl_s) + ttl_s * times.above(ttl_s)
+        return miss_impact_s * times.below(ttl_s) - share * kept_s
+
+    longest = min(SETTINGS.max_acting_ttl_seconds, miss_impact_s / share)
+    found = acting_ttl_seconds(SETTINGS, mature(*intervals), miss_impact_s / share)
+    assert 0 <= found <= longest
+    assert saved(found) >= max(saved(longest * part / 8) for part in range(1, 9)) - 0.2 * miss_impact_s
+    assert saved(found) >= -1e-9
+
+
 # --- hints
 
 

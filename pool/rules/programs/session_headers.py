@@ -53,6 +53,18 @@ def claim_of_headers(headers: Headers) -> Claim | None:
     return None
 
 
+def session_of_headers(headers: Headers) -> str | None:
+    """The session alone, of the same family, for requests that belong to no Program; None without one.
+
+    Raises InvalidRequest that names the header.
+    """
+    for name in (_CLAUDE_CODE_SESSION, _SESSION, *_GENERIC):
+        session = _header(headers, name)
+        if session is not None:
+            return session
+    return None
+
+
 def _of_claude_code(session: str, headers: Headers) -> Identity:
     agent = without_task(session, _header(headers, _CLAUDE_CODE_AGENT), _CLAUDE_CODE_AGENT)
     if agent is None:  # A parent's header means something only beside an agent's.

@@ -105,9 +105,9 @@ def utility_seconds(times: LogNormal, miss_impact_s: float, ttl_s: float) -> flo
 
 
 def acting_ttl_seconds(settings: ProgramSettings, means: Means, miss_impact_s: float) -> float:
-    """The automatic TTL of a Program whose cache miss would cost `miss_impact_s`: 0 until the continuity window is
-    full, else that of the candidates with the most utility, of equals the longest; at most `max_acting_ttl_seconds` and
-    `miss_impact_s`, since keeping a place for longer than its miss costs never pays."""
+    """The automatic TTL of a Program whose cache miss would cost `miss_impact_s`, by its `place_share`: 0 until the
+    continuity window is full, else that of the candidates with the most utility, of equals the longest; at most
+    `max_acting_ttl_seconds` and `miss_impact_s`, since keeping a place for longer than its miss costs never pays."""
     longest = min(settings.max_acting_ttl_seconds, miss_impact_s)
     if not means.continuity_full or not means.intervals_s or longest <= 0:
         return 0.0
@@ -121,6 +121,21 @@ def _candidates(longest: float) -> list[float]:
     ratio = longest / shortest
     between = (shortest * ratio ** (step / (STEPS - 1)) for step in range(STEPS))
     return [0.0, shortest, longest, *(min(ttl, longest) for ttl in between)]
+
+
+def place_share(settings: ProgramSettings, private_tokens: int) -> float:
+    """The part of its rank, > 0 to 1, for which a Program that keeps its place has to pay: of the rank's tokens or of
+    its number of Programs, whichever is more. All of it as `place_cost` says.
+
+    Not in the published formula: there a second of a place costs as much as a second of the whole rank, so that any gap
+    longer than the prefill of one context ends a hold. But a miss stops all of the rank, and a place keeps others from
+    a part of it. With U divided by the share, its C becomes C / share, and nothing else changes.
+    """
+    if settings.place_cost == "rank":
+        return 1.0
+    capacity = settings.token_capacity_per_dp_rank
+    of_tokens = 0.0 if capacity is None else private_tokens / capacity
+    return min(max(of_tokens, 1 / settings.max_active_programs_per_target), 1.0)
 
 
 # --- what a request asks for

@@ -1,7 +1,8 @@
--- share: of the entries that a rank has just read, those go back to the stream that emptier ranks should have.
+-- share: of the entries that a rank has just read, those go back to the stream that other ranks should have.
 -- Blocked readers are served in the order in which they blocked, so one that is almost full may be before an empty one. Each
 -- entry, and before them those that nobody has read, goes to the rank with the least in flight for its slots, this one if
--- several have. An entry that has gone back wakes whoever has waited longest; after `most` of its hops it stays.
+-- several have; after `most` of its hops it stays. One for which a rank was chosen goes to that one, while it is there.
+-- An entry that has gone back wakes whoever has waited longest.
 -- KEY queue stream
 -- KEY ranks zset
 -- KEY load hash rank -> `IN_FLIGHT SLOTS`
@@ -14,25 +15,20 @@
 -- ARG entries list
 -- ARG hops list of each entry
 -- ARG guesses list ms of each entry
--- INCLUDE clock
+-- ARG sessions list of each entry, "" for none
+-- ARG chosen list the rank that was chosen for each entry, "" for none
+-- INCLUDE clock loads
 -- FLAGS allow-oom
 -- RETURN {1 for an entry that has gone back, else 0 ...}
-local at_ms = now_ms()
-local own = {inflight = inflight, slots = slots}
-local all = {own}
-local told = redis.call('HGETALL', load)
-for i = 1, #told, 2 do
-  local ends_ms = told[i] ~= rank and redis.call('ZSCORE', ranks, told[i])
-  local busy, room = string.match(told[i + 1], '^(%d+) (%d+)$')
-  if ends_ms and tonumber(ends_ms) > at_ms then all[#all + 1] = {inflight = tonumber(busy), slots = tonumber(room)} end
+local own = {rank = rank, inflight = inflight, slots = slots}
+local all, by_rank = {own}, {[rank] = own}
+for _, each in ipairs(loads_of(now_ms())) do
+  if each.rank ~= rank then all[#all + 1], by_rank[each.rank] = each, each end
 end
 
-local function emptiest()
-  local best = own
-  for _, each in ipairs(all) do
-    local is_free = each.inflight < each.slots
-    if is_free and each.inflight * best.slots < best.inflight * each.slots then best = each end
-  end
+local function rank_for(i)
+  local best = by_rank[chosen[i]]
+  if not best then return tonumber(hops[i]) < most and emptiest(all) or own end
   best.inflight = best.inflight + 1
   return best
 end
@@ -40,7 +36,7 @@ end
 -- What is acknowledged is deleted, too.
 for _, group in ipairs(redis.call('XINFO', 'GROUPS', queue)) do
   if group[2] == 'workers' then
-    for _ = 1, math.min(redis.call('XLEN', queue) - group[6], 100) do emptiest() end
+    for _ = 1, math.min(redis.call('XLEN', queue) - group[6], 100) do emptiest(all) end
   end
 end
 local reply = {}
@@ -49,11 +45,12 @@ for i, job in ipairs(jobs) do
   local seen = redis.call('HMGET', job, 'state', 'entry', 'crashes')
   local is_own = seen[2] == entries[i] or seen[2] == '0-0' -- of one that never began the record knows no entry
   local is_fresh = seen[1] == 'queued' and is_own and tonumber(seen[3] or 0) == 0
-  if is_fresh and tonumber(hops[i]) < most and emptiest() ~= own then
+  if is_fresh and rank_for(i) ~= own then
     reply[i] = 1
     redis.call('XACK', queue, 'workers', entries[i])
     redis.call('XDEL', queue, entries[i])
-    local fresh = redis.call('XADD', queue, '*', 'job', tokens[i], 'guess', guesses[i], 'hops', hops[i] + 1)
+    local more = sessions[i] ~= '' and {'session', sessions[i]} or {}
+    local fresh = redis.call('XADD', queue, '*', 'job', tokens[i], 'guess', guesses[i], 'hops', hops[i] + 1, unpack(more))
     if seen[2] ~= '0-0' then redis.call('HSET', job, 'entry', fresh) end
   end
 end

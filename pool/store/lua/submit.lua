@@ -22,7 +22,7 @@
 -- ARG reader ms until it is cancelled unless its reader renews, 0 for a job that nobody waits for
 -- ARG data list the content of each block, compressed; "" where it is not sent because it is likely to be there
 -- ARG flow str LANE:KEY, the fairness key it waits with
--- ARG terms str N:WEIGHT:CAP of its turn (lib/lanes.lua)
+-- ARG terms str N:WEIGHT:CAP, or N:WEIGHT:CAP:SESSION, of its turn (lib/lanes.lua)
 -- ARG fields list name, value, name, value ... of the record
 -- INCLUDE clock hold own closed lanes readers accept moving
 -- RETURN {"ok", at_ms} | {"duplicate", at_ms} | {"expired", at_ms} | {"late", at_ms} | {"full", at_ms, choices held}

@@ -18,9 +18,10 @@ local function account(at, p)
   p.private = private
 end
 
--- KV that an engine still holds of a Program without a place.
+-- KV that an engine still holds of a Program without a place. Its process is told of more: the room is needed.
 local function leaving(at, id, change)
   if change == 0 then return end
+  if change > 0 then redis.call('PUBLISH', 'gp:node:' .. at.rank, '*') end
   if redis.call('HINCRBY', at.leaving, id, change) == 0 then redis.call('HDEL', at.leaving, id) end
   redis.call('HINCRBY', at.book, 'leaving', change)
   redis.call('HINCRBY', at.book, 'moved', change)

@@ -50,7 +50,7 @@ local function feed(room)
     local flow, is_owed = next_flow(f, false)
     if not flow then flow = next_flow(f, true) end
     if not flow then break end
-    redis.call('XADD', queue, '*', 'job', flow.token, 'guess', flow.guess)
+    redis.call('XADD', queue, '*', 'job', flow.token, 'guess', flow.guess, unpack(flow.session))
     turns[#turns + 1] = flow.front
     left = left - flow.n
     serve(f, flow, is_owed)

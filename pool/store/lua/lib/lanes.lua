@@ -1,6 +1,6 @@
 -- Jobs that wait for their turn (the rules are those of pool/rules/fairness.py). A flow is one fairness key in one lane,
 -- `LANE:KEY`; a turn, `FLOW:ORDER:TOKEN:N:WEIGHT:CAP`, is the place of a job in it. `backlog` (zset) holds the turns of the
--- jobs that wait, `flows` (zset) the virtual time of each flow.
+-- jobs that wait, `flows` (zset) the virtual time of each flow. A turn ends with `:SESSION` where its job has one.
 -- GROUP lanes backlog flows fairness
 
 -- A flow's score is its virtual time in a band of its lane; above are those of flows of which nothing waits. A key of which
@@ -22,12 +22,13 @@ local function flow_of(turn) return string.sub(turn, 1, 18) end
 local function key_of(turn) return string.sub(turn, 3, 18) end
 local function token_of(turn) return string.sub(turn, 38, 69) end
 
--- Choices, weight and cap.
+-- Choices, weight and cap; and the fields of its entry that say its session.
+local NONE = {}
 local function terms_of(turn)
   local terms = string.sub(turn, 71)
-  if terms == '1:1:0' then return 1, 1, 0 end
-  local n, weight, cap = string.match(terms, '^(%d+):(%d+):(%d+)$')
-  return tonumber(n), tonumber(weight), tonumber(cap)
+  if terms == '1:1:0' then return 1, 1, 0, NONE end
+  local n, weight, cap, session = string.match(terms, '^(%d+):(%d+):(%d+):?(%x*)$')
+  return tonumber(n), tonumber(weight), tonumber(cap), session == '' and NONE or {'session', session}
 end
 
 -- What a job is charged with whose choices take `ms` each: in eighths, which scores hold exactly, so that taking it back does.

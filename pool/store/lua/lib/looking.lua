@@ -25,7 +25,7 @@ local function step_on(f, flow)
   flow.at = flow.at + 1
   flow.front = flow.turns[flow.at]
   if flow.front then
-    flow.token, flow.n, flow.weight, flow.cap = token_of(flow.front), terms_of(flow.front)
+    flow.token, flow.n, flow.weight, flow.cap, flow.session = token_of(flow.front), terms_of(flow.front)
     flow.cost = flow.guess * flow.n
     return
   end

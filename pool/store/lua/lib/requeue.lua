@@ -5,10 +5,11 @@
 -- `why` is counted: lost, handed_back, unbegun or rebuilt. `other`: what to note for an entry, where it goes elsewhere.
 local function requeue(job, queue, leases, timers, tally, token, why, at_ms, other)
   redis.call('RPUSH', tally, 'requeued:' .. why .. ' 1')
-  local seen = redis.call('HMGET', job, 'entry', 'queue_timeout_ms', 'state', 'begun_ms', 'used_ms')
+  local seen = redis.call('HMGET', job, 'entry', 'queue_timeout_ms', 'state', 'begun_ms', 'used_ms', 'session')
   redis.call('XACK', queue, 'workers', seen[1])
   redis.call('XDEL', queue, seen[1])
-  local fresh = other or redis.call('XADD', queue, '*', 'job', token)
+  local more = seen[6] and {'guess', 0, 'session', seen[6]} or {}
+  local fresh = other or redis.call('XADD', queue, '*', 'job', token, unpack(more))
   redis.call('HSET', job, 'state', 'queued', 'entry', fresh)
   if seen[3] == 'running' and seen[4] then
     redis.call('HSET', job, 'used_ms', (seen[5] or 0) + math.max(at_ms - seen[4], 0))
