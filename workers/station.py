@@ -298,7 +298,7 @@ class Station:
 
     def _start(self) -> None:
         of_model = self._catalogue.last(self.model)
-        rank = self._coming = Rank(
+        rank = Rank(
             self.model,
             self._settings,
             of_model,
@@ -313,10 +313,17 @@ class Station:
         try:
             # A server elsewhere needs no room here, and may be awaited for long.
             with nullcontext() if of_model.backend == "openai_remote" else _LOADS:
-                rank.start(lambda: self._registrar.wish.loaded and not self._leaving.is_set())
+                if not self._is_wanted():
+                    raise NotWanted(f"{self.model} is not wanted any more.")
+                # From now on it has something to free; before, it waited for other models.
+                self._coming = rank
+                rank.start(self._is_wanted)
             self._rank = rank
         finally:
             self._coming = None
+
+    def _is_wanted(self) -> bool:
+        return self._registrar.wish.loaded and not self._leaving.is_set()
 
     def _failed(self, error: Exception, wish: Wish, *, is_first: bool) -> None:
         told = error.message if isinstance(error, GenpoolError) else f"{type(error).__name__}: {error}"

@@ -4,7 +4,8 @@ The verbs do it in Lua, in the script that moves jobs into the stream (lua/lib/f
 small enough to be read, and tests hold the one against the other.
 
 * Three lanes, strictly in order. While a lower lane waits, SHARE of the slot time that higher ones are given is owed to
-  it; as soon as that covers what its next job is taken to need, that job goes first.
+  it; as soon as that covers what its next job is taken to need, that job goes first. While it may not, because all keys
+  of the lane are at their caps, no more is owed.
 * Inside a lane the *flow* (one fairness key in one lane) of the least virtual time goes first: slot time it was given,
   divided by its weight. Start-time fair queueing (Goyal, Vin, Cheng 1996), as in virtual token counters for LLMs.
 * A job is charged when it is moved, with what a choice of its flow is taken to need; at its end with what it really
@@ -140,7 +141,8 @@ class Lanes:
         lane, cost_ms, guess_ms = flow[0], self._cost_ms(flow), self.guess_ms.get(flow, FIRST_GUESS_MS)
         self.clock[lane] = max(self.clock[lane], self.vt[flow])
         for lower in range(lane + 1, len(LANES)):
-            if any(self._waiting(lower)):
+            first = min(self._waiting(lower), key=self.vt.__getitem__, default=None)
+            if first is not None and self.owed_ms[lower] < self._cost_ms(first):
                 self.owed_ms[lower] += SHARE * cost_ms
         if is_owed:
             self.owed_ms[lane] -= cost_ms

@@ -117,6 +117,7 @@ class RankRegistry:
             incarnation=incarnation,
             replace=int(replace),
             model=self._keys.model,
+            load=self._keys.load,
             places=self._keys.places,
             state=str(facts.get("state", LOADED)),
             most=int(facts.get("replica_max", 0)),
@@ -136,6 +137,7 @@ class RankRegistry:
             places=self._keys.places,
             queue=self._keys.queue,
             hungry=self._keys.hungry,
+            load=self._keys.load,
             rank=rank,
             incarnation=incarnation,
         )

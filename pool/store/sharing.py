@@ -16,6 +16,7 @@ since whoever reads it again knows that it has passed all who wait; after FARTHE
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +38,8 @@ REMEMBERED = 1000
 PAUSE_S = 0.005
 #: What a replica has told is forgotten when none of the model tells anything for so long.
 TOLD_MS = 3_600_000
+#: What has not changed is told again after so long: it may have been forgotten.
+TELL_AGAIN_S = 10.0
 
 
 @dataclass
@@ -49,6 +52,7 @@ class Sharing:
     has_others: Callable[[], bool] = lambda: False
     keys: ModelKeys = field(init=False)
     _told: tuple[int, int] | None = field(init=False, default=None)
+    _tell_again_s: float = field(init=False, default=0.0)
     _has_left: bool = field(init=False, default=False)
     #: How often this replica gave back a job with a session, by its token.
     _returns: dict[str, int] = field(init=False, default_factory=dict)
@@ -57,14 +61,16 @@ class Sharing:
         self.keys = ModelKeys(f"{self.model}:0")
 
     def tell(self, client: Client, in_flight: int, slots: int) -> None:
-        """Let others know how full this replica is, if it has changed. For several threads: the last one to tell may
-        be wrong by a moment, until the next."""
+        """Let others know how full this replica is, if it has changed, and now and then. For several threads: the last
+        one to tell may be wrong by a moment, until the next."""
         now = (in_flight, slots)
-        if not self.has_others() or self._has_left or now == self._told:
+        if not self.has_others() or self._has_left:
+            return
+        if now == self._told and time.monotonic() < self._tell_again_s:
             return
         command = script("tell")(load=self.keys.load, rank=self.rank, inflight=in_flight, slots=slots, keep=TOLD_MS)
         run(client, command)
-        self._told = now
+        self._told, self._tell_again_s = now, time.monotonic() + TELL_AGAIN_S
 
     def leave(self, client: Client) -> None:
         """This replica takes nothing any more."""

@@ -10,7 +10,7 @@ from pool.store.audit import Audit
 from pool.store.connection import Client
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
-from pool.store.sharing import MOST_HOPS
+from pool.store.sharing import MOST_HOPS, TELL_AGAIN_S
 from tests.builders import as_if_ranks_waited, new_job
 from tests.replicas import Replica
 
@@ -121,3 +121,35 @@ def test_an_entry_with_wild_hops_is_read(store: JobStore, client: Client, trio: 
         client.hset(KEYS.job(job.ref.token), "entry", fresh)
     assert sum(replica.turn() for _ in range(4) for replica in trio) == 4
     assert client.xpending(KEYS.queue, GROUP)["pending"] == 5
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_what_a_former_life_told_counts_no_more(
+    store: JobStore, client: Client, trio: list[Replica], *, is_back: bool
+) -> None:
+    """A replica was killed, and loads again or does not come back: its place is another one's now, and what it told
+    goes. So does what one told that has left."""
+    keeper, killed = trio[:2]
+    keeper.sharing.leave(client)
+    trio[2].registry.retire(trio[2].delivery.rank, "life")
+    assert client.hkeys(KEYS.load) == [killed.delivery.rank.encode()]
+    if is_back:
+        client.delete(KEYS.rank(killed.delivery.rank))
+        assert killed.registry.beat(killed.delivery.rank, "next", lease_ms=60_000, facts={"state": "loading"})
+    else:
+        client.zadd(KEYS.ranks, {killed.delivery.rank: 1})
+        assert keeper.registry.beat(keeper.delivery.rank, "life", lease_ms=60_000, facts={})
+    assert not client.exists(KEYS.load)
+    for _ in range(2):
+        store.submit(new_job())
+        assert keeper.turn() == 1
+
+
+def test_what_was_forgotten_is_told_again(client: Client, trio: list[Replica]) -> None:
+    """Though nothing has changed; not each time."""
+    client.delete(KEYS.load)
+    trio[0].tell()
+    assert not client.exists(KEYS.load)
+    trio[0].sharing._tell_again_s -= TELL_AGAIN_S
+    trio[0].tell()
+    assert client.hlen(KEYS.load) == 1

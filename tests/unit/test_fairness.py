@@ -150,6 +150,21 @@ def test_what_is_not_used_is_not_owed_later() -> None:
     assert Counter(fleet.order[before:])["nightly"] <= 5
 
 
+def test_a_lane_that_its_caps_hold_back_is_owed_one_job() -> None:
+    """However long that lasts: what comes into the lane then has waited for nothing."""
+    lanes = Lanes()
+    for _ in range(2):
+        lanes.join((2, "a"), Waiting("a", cap=1))
+    assert [each.job.name for each in lanes.feed(1)] == ["a"]
+    for _ in range(100):
+        for _ in range(2):
+            lanes.join((0, "b"), Waiting("b"))
+        assert [each.job.name for each in lanes.feed(1)] == ["b"]
+    for _ in range(9):
+        lanes.join((2, "c"), Waiting("c"))
+    assert [each.job.name for each in lanes.feed(4)] == ["c", "b", "b", "b"]
+
+
 def test_a_cap_holds_while_others_wait_and_not_alone() -> None:
     """Also for others in a lower lane."""
     lanes = Lanes()

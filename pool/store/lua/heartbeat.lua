@@ -4,6 +4,7 @@
 -- KEY told hash
 -- KEY places zset
 -- KEY model hash
+-- KEY load hash rank -> `IN_FLIGHT SLOTS`
 -- ARG rank str
 -- ARG incarnation str random, one life of the process
 -- ARG replace flag 1: the caller knows that the former incarnation is dead
@@ -20,6 +21,8 @@
 -- all are taken.
 local seen = redis.call('HMGET', record, 'incarnation', 'host', 'pid')
 if seen[1] and seen[1] ~= incarnation and replace == 0 then return {'taken', seen[2], seen[3]} end
+-- What a former life told of itself would have others leave work to one that only loads.
+if seen[1] ~= incarnation then redis.call('HDEL', load, rank) end
 redis.call('HSET', record, 'incarnation', incarnation, 'state', state, unpack(fields))
 redis.call('PEXPIRE', record, lease)
 local at_ms = now_ms()
@@ -27,6 +30,7 @@ local gone = redis.call('ZRANGEBYSCORE', ranks, '-inf', at_ms, 'LIMIT', 0, 100)
 if gone[1] then
   redis.call('ZREM', ranks, unpack(gone))
   redis.call('HDEL', told, unpack(gone))
+  redis.call('HDEL', load, unpack(gone))
 end
 redis.call('ZADD', ranks, at_ms + lease, rank)
 redis.call('HSET', told, rank, facts)

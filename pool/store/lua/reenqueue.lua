@@ -8,7 +8,7 @@
 -- KEY timers zset
 -- KEY tally list
 -- ARG token str
--- INCLUDE clock lanes entries requeue
+-- INCLUDE clock lanes withdrawing entries charge requeue
 -- FLAGS allow-oom
 -- RETURN {"requeued"} | {"live"} | {"void"}
 local state = redis.call('HGET', job, 'state')
@@ -23,6 +23,8 @@ if entry == '0-0' and turn then
   -- No rank has begun it: it waits, or was moved into the stream, or has its turn again.
   if redis.call('ZSCORE', lanes.backlog, turn) or moved_entry(queue, token) then return {'live'} end
   redis.call('RPUSH', tally, 'requeued:rebuilt 1')
+  -- It is in flight no longer. Had its lane been lost instead, its key seems for a while to have less than it has.
+  charge(turn, 0, 0, true)
   join(turn)
   return {'requeued'}
 end

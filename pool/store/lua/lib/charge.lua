@@ -9,9 +9,13 @@ local function charge(turn, used_ms, guess_ms, was_moved)
   end
   if used_ms == guess_ms then return end
   local flow, change = flow_of(turn), weighed(used_ms, n, weight) - weighed(guess_ms, n, weight)
-  if not redis.call('ZADD', lanes.flows, 'XX', 'INCR', change, flow) and change > 0 then
+  local score = tonumber(redis.call('ZADD', lanes.flows, 'XX', 'INCR', change, flow) or nil)
+  if not score and change > 0 then
     redis.call('ZADD', lanes.flows, band_of(lane_of(turn), true) + floor_of(lane_of(turn)) + change, flow)
   end
+  -- A flow that was forgotten since, and has come back, never had this charge: it keeps to its band.
+  local band = score and band_of(lane_of(turn), score - change >= band_of(0, true))
+  if band and score < band then redis.call('ZADD', lanes.flows, band, flow) end
   -- One in four tells enough, unless it took far more or less than that.
   local is_told = used_ms > 2 * guess_ms or 2 * used_ms < guess_ms or string.find(turn, '^[048c]', 69)
   if was_moved and used_ms > 0 and is_told then

@@ -1,6 +1,6 @@
 -- Moves jobs from their flows into the model's stream `queue`, as pool/rules/fairness.py has it, over what lib/lanes.lua declares.
 
--- Of the slot time that higher lanes are given while a lower one waits, this part is owed to that one.
+-- Of the slot time that higher lanes are given while a lower one waits, this part is owed to it, up to what its next job needs.
 local SHARE = 0.1
 
 -- Charges a flow with what its first job is taken to need, until its end tells.
@@ -8,7 +8,8 @@ local function serve(f, flow, is_owed)
   local lane, cost = flow.lane, flow.cost
   if flow.vt > f.clock[lane] then f.clock[lane], f.ticked[lane] = flow.vt, true end
   for lower = lane + 1, LANES - 1 do
-    if f.list[lower][1] then f.owed[lower] = f.owed[lower] + SHARE * cost end
+    local first = f.list[lower][1] and next_of(f, lower, true)
+    if first and f.owed[lower] < first.cost then f.owed[lower] = f.owed[lower] + SHARE * cost end
   end
   if is_owed then f.owed[lane] = f.owed[lane] - cost end
   flow.vt = flow.vt + weighed(cost, 1, flow.weight)
