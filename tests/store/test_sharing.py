@@ -8,10 +8,11 @@ import pytest
 
 from pool.store.audit import Audit
 from pool.store.connection import Client
+from pool.store.handouts import Write
 from pool.store.jobs import JobStore
 from pool.store.keys import GROUP, ModelKeys
 from pool.store.sharing import MOST_HOPS, TELL_AGAIN_S
-from tests.builders import as_if_ranks_waited, new_job
+from tests.builders import as_if_ranks_waited, completed, new_job
 from tests.replicas import Replica
 
 KEYS = ModelKeys("tiny:0")
@@ -153,3 +154,22 @@ def test_what_was_forgotten_is_told_again(client: Client, trio: list[Replica]) -
     trio[0].sharing._tell_again_s -= TELL_AGAIN_S
     trio[0].tell()
     assert client.hlen(KEYS.load) == 1
+
+
+def test_choices_count(store: JobStore, client: Client, trio: list[Replica]) -> None:
+    """Two jobs of four choices each: the first fills a replica of four slots, so the second goes to one with room."""
+    other, keeper = trio[:2]
+    trio[2].sharing.leave(client)
+    for _ in range(2):
+        store.submit(new_job())
+        assert any(other.turn() for _ in range(MOST_HOPS + 1))
+    as_if_ranks_waited(client)
+    for _ in range(2):
+        store.submit(new_job(n=4))
+    client.delete(KEYS.hungry)
+    assert (keeper.turn(), other.turn()) == (1, 1)
+    for replica in (keeper, other):
+        while replica.held:
+            handout = replica.held.pop()
+            ended = Write(handout.lease, 0, (), completed(*["x"] * handout.n))
+            assert replica.delivery.write([ended])[0].code == "ok"

@@ -26,10 +26,13 @@ for _, each in ipairs(loads_of(now_ms())) do
   if each.rank ~= rank then all[#all + 1], by_rank[each.rank] = each, each end
 end
 
-local function rank_for(i)
-  local best = by_rank[chosen[i]]
-  if not best then return tonumber(hops[i]) < most and emptiest(all) or own end
-  best.inflight = best.inflight + 1
+local function rank_for(i, n)
+  local best = by_rank[chosen[i]] or tonumber(hops[i]) >= most and own
+  if not best then
+    best = emptiest(all)
+    n = n - 1
+  end
+  best.inflight = best.inflight + n
   return best
 end
 
@@ -42,10 +45,10 @@ end
 local reply = {}
 for i, job in ipairs(jobs) do
   reply[i] = 0
-  local seen = redis.call('HMGET', job, 'state', 'entry', 'crashes')
+  local seen = redis.call('HMGET', job, 'state', 'entry', 'crashes', 'n')
   local is_own = seen[2] == entries[i] or seen[2] == '0-0' -- of one that never began the record knows no entry
   local is_fresh = seen[1] == 'queued' and is_own and tonumber(seen[3] or 0) == 0
-  if is_fresh and rank_for(i) ~= own then
+  if is_fresh and rank_for(i, tonumber(seen[4] or 1)) ~= own then
     reply[i] = 1
     redis.call('XACK', queue, 'workers', entries[i])
     redis.call('XDEL', queue, entries[i])
