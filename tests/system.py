@@ -286,7 +286,7 @@ class System:
 
         def blocked() -> int:
             with self.client() as client:
-                known = client.hlen(self.keys().load)
+                known: int = client.hlen(self.keys().load)
                 waiting = sum("b" in each["flags"] and each["cmd"].startswith("xread") for each in client.client_list())
             return min(known, waiting)
 
