@@ -286,9 +286,10 @@ class System:
 
         def blocked() -> int:
             with self.client() as client:
-                known = client.hlen(self.keys().load)
-                waiting = sum("b" in each["flags"] and each["cmd"].startswith("xread") for each in client.client_list())
-            return min(known, waiting)
+                known: int = client.hlen(self.keys().load)
+                clients = client.client_list()
+            waiting = [each for each in clients if "b" in each["flags"] and each["cmd"].startswith("xread")]
+            return min(known, len(waiting))
 
         wait_until(lambda: blocked() >= count, description=f"{count} workers to wait for work", timeout_s=20)
 

@@ -19,6 +19,7 @@ from pool.store.connection import Client
 from tasks import launch
 from tasks.celery import create_app
 from tasks.payloads import GenerationRequest, Sampling, TextPrompt
+from tests.celery_answers import answer
 from tests.faults.conftest import StartSystem
 from tests.faults.supervising import Supervising
 from tests.processes import free_port
@@ -225,10 +226,10 @@ def _through_celery(celery: Celery) -> list[str]:
         celery.send_task("genpool.generate", kwargs=call, queue=SCRIPTED),
     ]
     for result in results:
-        assert result.get(timeout=30)["outputs"][0]["text"] == "hi"
+        assert answer(result, timeout_s=30)["outputs"][0]["text"] == "hi"
     refused = celery.send_task("genpool.generate", kwargs={**call, "temperature": CANARY}, queue=SCRIPTED)
     with pytest.raises(Exception, match="temperature") as error:
-        refused.get(timeout=30)
+        answer(refused, timeout_s=30)
     assert CANARY not in str(error.value)
     return [result.id for result in results]
 

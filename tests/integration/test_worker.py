@@ -12,7 +12,6 @@ from uuid import UUID
 import pytest
 from celery import Celery
 from celery.exceptions import CeleryCommandException, TaskRevokedError
-from celery.result import AsyncResult
 from celery.worker import state as celery_state
 
 from pool.errors import InvalidRequest
@@ -25,6 +24,7 @@ from tasks.client import Client
 from tasks.payloads import Sampling, TextPrompt
 from tasks.queues import Queues
 from tests.builders import delivery, request
+from tests.celery_answers import answer
 from tests.integration.celery_process import Site, Worker
 from tests.waiting import wait_until
 from workers.host import Host
@@ -51,15 +51,6 @@ def app(site: Site) -> Iterator[Celery]:
     app.backend.client.connection_pool.disconnect()
     app.pool.force_close_all()
     app.close()
-
-
-def answer(result: AsyncResult) -> Any:
-    """What the result gives. Afterwards it has no backend: its destructor would talk to a server that may be gone."""
-    try:
-        return result.get(timeout=20)
-    finally:
-        result.backend.remove_pending_result(result)
-        result.backend = None
 
 
 def ended(jobs: Client, job_id: str) -> str:
