@@ -157,8 +157,8 @@ class ModelSettings(BackendSettings, ReplicaSettings):
 
     enabled: bool = Field(
         default=True,
-        description="Whether the model accepts requests. Jobs of a disabled one end by their time limits; after one "
-        "that is removed nobody looks any more.",
+        description="Whether the model accepts requests. Jobs of one that is disabled, or "
+        "removed, end by their time limits.",
     )
     threads: int = Field(default=0, ge=0, le=256, description="Threads of the engine. 0: one per core, at most 4.")
     weight_bytes: int = Field(default=0, ge=0, description="Bytes of the weights in memory; reported, not enforced.")

@@ -19,7 +19,7 @@ from typing import Any
 
 from pool.errors import ConfigurationError
 from pool.settings import ModelSettings
-from pool.store.catalogues import publish, published
+from pool.store.catalogues import publish, published, remember
 from pool.store.connection import Client
 from tasks.config import SHIPPED_MODELS, Configuration, Settings, load_configuration
 
@@ -30,6 +30,9 @@ LOOK_S = 1.0
 AGAIN_S = 5.0
 #: Why a process has not taken over a catalogue.
 INVALID, DIFFERS = "catalogue_invalid", "catalogue_differs"
+
+#: What is known of a model that was removed before this process began: nobody loads it.
+REMOVED = ModelSettings(enabled=False, source="random:removed")
 
 Tables = Mapping[str, Mapping[str, Any]]
 
@@ -86,6 +89,7 @@ class Catalogue:
             found = self._load()
             version, former = self._publish(found.file_models)
             changes = self._changes(version, former, found)
+            self._remember(found.settings.models)
             self._take(found, version, digest_of(found.file_models))
         log.warning("catalogue %d: %d models", version, len(self.models))
         return changes
@@ -112,6 +116,7 @@ class Catalogue:
             found = None
         tables = {} if found is None else found.file_models
         self.version, _ = self._publish(tables, first=True)
+        self._remember(self.models)
         with self._lock:
             self._seen = published(self._client)
             if found is None or self._seen is None or found.settings.models == self.models:
@@ -129,8 +134,17 @@ class Catalogue:
         if digest_of(found.file_models) != digest:
             self._stay(version, DIFFERS, "this process's file has other models than the one that was read again")
             return
+        self._remember(found.settings.models)
         self._take(found, version, digest)
         log.warning("catalogue %d: %d models", version, len(self.models))
+
+    def _remember(self, models: Mapping[str, ModelSettings]) -> None:
+        """Know those, too, that were removed before this process began, and still hold something."""
+        lost = [name for name in remember(self._client, list(models)) if name not in self.known]
+        if lost:
+            self._last = dict.fromkeys(lost, REMOVED) | self._last
+            self.known.extend(lost)
+            self.on_change()
 
     def _stay(self, version: int, error: str, why: str) -> None:
         if self.error != error:

@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 LONG_FIRST = {"faults": 0, "chaos": 0, "integration": 0, "backends": 0, "engine": 1, "webapp": 1}
 
 #: Keys that live as long as a model does; all others must carry a TTL or be gone when a test ends.
-LASTING = (":queue", ":model", ":catalogue", ":card", ":sweep", ":tally", ":totals", ":flows", ":fairness")
+LASTING = (":queue", ":model", ":catalogue", ":models", ":card", ":sweep", ":tally", ":totals", ":flows", ":fairness")
 
 
 def pytest_configure() -> None:

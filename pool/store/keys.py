@@ -20,6 +20,8 @@ END_ONLY = "."
 PROBE = f"{PREFIX}probe"
 #: HASH version, digest, tables, at_ms: the catalogue of models that an admin had read last (tasks/catalogue.py).
 CATALOGUE = f"{PREFIX}catalogue"
+#: SET: all models that a process has known since the state began: what a removed one holds must end, too.
+MODELS = f"{PREFIX}models"
 
 
 def node_channel(node: str) -> str:

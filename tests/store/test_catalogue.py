@@ -9,9 +9,11 @@ import pytest
 
 from pool.errors import ConfigurationError
 from pool.store.connection import Client
+from pool.store.keys import ModelKeys
 from tasks import catalogue
 from tasks.catalogue import Catalogue
 from tasks.config import load_configuration
+from tests.builders import job_store, new_job
 
 ONE = '[models.a]\nsource = "random:1"\n'
 TWO = '[models.a]\nsource = "random:2"\n[models.b]\nsource = "random:1"\n'
@@ -29,13 +31,14 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def process(client: Client, tmp_path: Path) -> Callable[..., tuple[Catalogue, Path]]:
     """A process that was started with this file."""
 
-    def start(name: str, text: str = ONE, **environ: str) -> tuple[Catalogue, Path]:
+    def start(name: str, text: str = ONE, *, begin: bool = True, **environ: str) -> tuple[Catalogue, Path]:
         file = tmp_path / f"{name}.toml"
         file.write_text(text)
         made = Catalogue(
             load_configuration(file, environ).settings, client, load=lambda: load_configuration(file, environ)
         )
-        made.follow()
+        if begin:
+            made.follow()
         return made, file
 
     return start
@@ -100,6 +103,24 @@ def test_whoever_cannot_follow_keeps_what_it_has(process: Callable[..., tuple[Ca
         path.write_text(ONE)
         made.follow()
         assert (own(made), made.version, made.error) == ({"a"}, version, "")
+
+
+def test_what_a_removed_model_holds_ends_after_all_have_restarted(
+    process: Callable[..., tuple[Catalogue, Path]], client: Client
+) -> None:
+    """A process that starts without it knows it, as long as it holds something; and nobody is served by it."""
+    process("before", TWO)
+    store = job_store(client)
+    job = new_job(model="b")
+    store.submit(job)
+    told: list[bool] = []
+    made, _ = process("after", begin=False)
+    made.on_change = lambda: told.append(True)
+    made.follow()
+    assert own(made) == {"a"} and made.known[-1] == "b" and not made.last("b").enabled and told == [True]
+    store.cancel(job.ref)
+    client.delete(ModelKeys("b:0").outbox)
+    assert "b" not in process("later")[0].known
 
 
 def test_a_broken_file_changes_nothing(process: Callable[..., tuple[Catalogue, Path]]) -> None:
