@@ -177,6 +177,11 @@ class Holders:
             self._store.drop(holder)
             self._changed = True
 
+    def return_seconds_per_token(self) -> float:
+        """What it takes per position to move KV out and to put it back, memory to memory; infinity before any was, and
+        where none is moved. For other threads, too."""
+        return 2 * self._restore_pace.seconds(self._engine.bytes_per_token)
+
     # -- hints -------------------------------------------------------------------------------------------------------
 
     def apply(self, hint: Hint) -> HintResult | None:

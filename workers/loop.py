@@ -198,6 +198,10 @@ class BatchingLoop:
         """Holders of whom there is KV outside the engine, as of the last turn."""
         return self._holdings.offloaded
 
+    def return_seconds_per_token(self) -> float:
+        """What a position of a holder's KV takes to leave the engine and to come back; infinity where none ever was."""
+        return self._holders.return_seconds_per_token()
+
     def resident_tokens(self) -> int:
         """All positions of KV that sessions or holders have, as of the last turn: those of `holdings`, and of sessions
         without a holder."""

@@ -6,6 +6,7 @@ Ids in logs are stored ids of Programs, never names from outside.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +23,12 @@ from tasks.program_log import tell
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """What is known of the rank: what its windows say, and how many active Programs have a request in flight."""
+    """What is known of the rank: what its windows say, how many active Programs have a request in flight, and what a
+    token of KV takes to leave the engine and to come back."""
 
     means: Means = field(default_factory=Means)
     reasoning: int = 0
+    return_s_per_token: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +105,10 @@ def outcome_of(request: Completed, settings: ProgramSettings, background: Backgr
     private_tokens = max(request.context_tokens - shared.tokens, 0)
     impact_s = cache_miss_impact_seconds(settings.prefill_cost_model, private_tokens)
     hint_s = None if placement.retention_ms is None else placement.retention_ms / 1000
+    # A place that is lost costs no more than to put its KV back, where that is done.
+    lost_s = min(impact_s, private_tokens * background.return_s_per_token) if private_tokens else 0.0
     share = place_share(settings, private_tokens + settings.decode_buffer_tokens)
-    kept = retention(settings, background.means, impact_s / share, hint_s)
+    kept = retention(settings, background.means, lost_s / share, hint_s)
     return Outcome(
         prompt_tokens=request.finished.prompt_tokens,
         context_tokens=request.context_tokens,

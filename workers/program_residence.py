@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -44,6 +45,11 @@ class Residence(Protocol):
         Programs is there."""
         ...
 
+    def return_seconds_per_token(self) -> float:
+        """What a token of KV takes that leaves with its Program's place, and comes back with it; infinity where it does
+        not come back."""
+        ...
+
     def pause(self, program: str) -> None:
         """The Program has no place here, and may come back."""
         ...
@@ -81,6 +87,10 @@ class ProgramResidence:
             running=int(figures["active_sessions"]),
             held=sum(tokens.values()),
         )
+
+    def return_seconds_per_token(self) -> float:
+        """By what was moved so far, if it is."""
+        return self._loop.return_seconds_per_token() if self._on_pause == "offload" else math.inf
 
     def pause(self, program: str) -> None:
         """The Program has no place here, and may come back: its KV leaves the engine, as the settings say. It counts

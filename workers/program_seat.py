@@ -239,5 +239,5 @@ class ProgramSeat:
         """Read the rank; what its windows say is good until the next time."""
         seen = self._store.snapshot(self._rank)
         self._clock.told(self._store.keys, seen.now_ms)
-        self._background = Background(seen.rank.means, seen.rank.reasoning)
+        self._background = Background(seen.rank.means, seen.rank.reasoning, self._residence.return_seconds_per_token())
         return seen

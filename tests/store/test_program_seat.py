@@ -6,6 +6,7 @@ Its turns are made from the test's own thread, and so are the loop's.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Iterator
@@ -239,6 +240,8 @@ def test_kv_of_a_paused_program_may_leave_the_engine(
     assert desk.loop.offloaded() == ({pid("lead")} if leaves else set())
     desk.turn()
     assert scene.upkeep.leaving("a") == {}
+    # What was moved once says what it takes.
+    assert (desk.seat._background.return_s_per_token < math.inf) == leaves
     scene.upkeep.finish(TENANT, "lead")
     desk.turn()
     assert (desk.resident(), desk.loop.offloaded()) == ({}, set())

@@ -103,6 +103,21 @@ def test_the_ttl_is_that_of_the_ranks_window() -> None:
     assert outcome.ttl_ms == outcome.automatic_ms == expected_ms
 
 
+def test_a_place_whose_kv_comes_back_is_not_kept_for_longer_than_that_costs() -> None:
+    """Of a context of 1,250 tokens, where that is less than to compute it again; what a miss costs is told as ever."""
+    quick = replace(FULL.means, intervals_s=(0.01, 0.02, 0.03))
+    ttls, impacts = [], set()
+    for per_token in (0.0, 1e-6, 1e-5, 1.0):
+        outcome = outcome_of(request(), SETTINGS, Background(quick, 2, per_token))
+        share = place_share(SETTINGS, 1250 + SETTINGS.decode_buffer_tokens)
+        worth_s = min(outcome.impact_s, 1250 * per_token) / share
+        assert outcome.ttl_ms == round(1000 * acting_ttl_seconds(SETTINGS, quick, worth_s))
+        ttls.append(outcome.ttl_ms)
+        impacts.add(outcome.impact_s)
+    assert len(impacts) == 1
+    assert ttls == sorted(ttls) and ttls[0] == 0 < ttls[-1] == outcome_of(request(), SETTINGS, Background(quick)).ttl_ms
+
+
 def test_a_hint_replaces_the_ttl() -> None:
     """Longer or shorter, up to the bound; the part of it that the statistics would give is told."""
     settings = ProgramSettings(enabled=True, max_kv_retention_ttl_seconds=60)

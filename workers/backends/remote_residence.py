@@ -6,6 +6,7 @@ that counts, and the rest is `pool.rules.programs.capacity.remote_tokens`. A ser
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -82,6 +83,10 @@ class RemoteResidence:
         return Resident(
             tokens={}, offloaded=frozenset(), waiting=waiting, running=running, held=self._held(found, seen)
         )
+
+    def return_seconds_per_token(self) -> float:
+        """Nothing is moved."""
+        return math.inf
 
     def pause(self, program: str) -> None:
         """Its KV is the server's to keep or to evict."""
