@@ -43,8 +43,8 @@ FLOOD = "flood"
 PART = 0.35
 #: Waits are bounded as lengths are: a request of the recorded ones takes some ten seconds, one here less than one.
 SCALED = ("force_resume_timeout_seconds = 20.0",)
-#: Turns may change sooner where it costs little to come back.
-SCALED_OFFLOAD = ("force_resume_timeout_seconds = 8.0",)
+#: Where it costs little to come back, turns may change sooner, and whose KV is still there need not go first.
+SCALED_OFFLOAD = ("force_resume_timeout_seconds = 8.0", 'resume_order = "fcfs"')
 #: Options that are no parameters of the measurement.
 UNTOLD = frozenset({"json", "quick", "full", "only", "coefficients"})
 #: Where `--full` keeps what is done.
