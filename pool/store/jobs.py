@@ -105,7 +105,7 @@ class JobStore:
             if key is not None:
                 self.release(job, key)
             if code == b"closed":
-                raise closed(job, detail[1], again=bool(detail[2]))
+                raise closed(job.ref.model, detail[1], again=bool(detail[2]))
             raise shortage or refusal(job, code, detail, self._pending_per_model)
 
     def _timely(self, keys: ModelKeys, build: Callable[[int], Command]) -> list[Any]:

@@ -35,9 +35,9 @@ def refusal(job: NewJob, code: bytes, detail: list[Any], pending_per_model: int)
     )
 
 
-def closed(job: NewJob, why: bytes, *, again: bool) -> ModelClosed:
+def closed(model: str, why: bytes, *, again: bool) -> ModelClosed:
     """The error for "closed" of submit.lua. `again`: the model will be loaded by itself."""
-    model, retry_after_s = job.ref.model, COME_BACK_S if again else None
+    retry_after_s = COME_BACK_S if again else None
     if why == b"unloading":
         then = "It is loaded again afterwards; try again later." if again else "An admin must load it again."
         return ModelClosed(f"{model} is being unloaded. {then}", code="model_unloading", retry_after_s=retry_after_s)
