@@ -72,8 +72,8 @@ class JobStore:
         `key`: the Idempotency-Key that was claimed for it; a refusal is then final for this id, and the key is free.
         `way`: how it comes in.
 
-        Raises QueueFull and ModelClosed (nothing stored), and StateUnavailable: submitting the same NewJob again is
-        safe.
+        Raises QueueFull, ModelClosed and InvalidRequest (`n` is over what may ever be held; nothing stored), and
+        StateUnavailable: submitting the same NewJob again is safe.
         """
         keys = keys_of(job.ref)
         shortage = self._memory.refusal(keys.queue)
