@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import click
@@ -170,6 +171,19 @@ def test_up_refuses_a_port_that_is_taken() -> None:
         result = run("up", "--port", str(taken.getsockname()[1]))
     assert result.exit_code == 1
     assert "cannot be used: Address already in use. Choose another one." in result.stderr
+
+
+def test_make_run_leaves_the_port_to_the_settings() -> None:
+    """Unless it is given."""
+    root = Path(__file__).parents[2]
+    environ = {name: value for name, value in os.environ.items() if name != "PORT"}
+    command = ["make", "-n", "--no-print-directory", "-o", ".venv/.installed", "run"]
+    plain, given = (
+        subprocess.run([*command, *more], cwd=root, env=environ, capture_output=True, text=True, check=True).stdout
+        for more in ([], ["PORT=9000"])
+    )
+    assert "genpool up" in plain and "--port" not in plain
+    assert "genpool up --port 9000" in given
 
 
 def test_up_refuses_a_port_of_flower_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
