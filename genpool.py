@@ -96,8 +96,7 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
     host = settings.server.host
     check_exposed(host, keyed=KeyRing(settings).required)
     port = launch.claim_port(host, settings.server.port if port is None else port)
-    models = launch.enabled_models(settings)
-    ensure_models(settings, models)
+    ensure_models(settings, launch.enabled_models(settings))
     server = launch.embedded_server(settings)
     if server is None:
         require_state_server(settings)
@@ -107,12 +106,10 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
         supervisor = Supervisor(plan)
         following = Following(settings, supervisor, events=flower)
         url = launch.base_url(host, port)
-        ready = f"genpool is ready: {url}/v1 serves {', '.join(models) or 'no model'}; examples are at {url}/docs"
-        if flower:
-            ready += f"; Flower is at {launch.base_url(launch.FLOWER_HOST, flower_port)}"
+        beside = f"; Flower is at {launch.base_url(launch.FLOWER_HOST, flower_port)}" if flower else ""
 
         def is_ready() -> None:
-            supervisor.output.line(ready)
+            supervisor.output.line(launch.ready_line(settings, url) + beside)
             following.start()
 
         try:

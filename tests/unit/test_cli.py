@@ -14,6 +14,9 @@ from click.testing import CliRunner, Result
 
 from genpool import cli
 from pool.errors import InvalidRequest, UnknownModel
+from pool.settings import ModelSettings
+from pool.store.connection import connect
+from pool.store.lifecycle import Lifecycle
 from pool.store.server import StateServer
 from tasks import launch
 from tasks.api_keys import KeyRing
@@ -382,6 +385,21 @@ def test_a_worker_consumes_its_models_queue_under_a_name_of_its_own() -> None:
     assert argv[argv.index("-n") + 1] == "second@here"
     assert argv[argv.index("--concurrency") + 1] == "4"
     assert f"{SHIPPED}@%h" in launch.worker_argv(SHIPPED)
+
+
+def test_the_ready_line_serves_no_model_that_is_unloaded(tmp_path: Path) -> None:
+    """What an admin wants outlives everything; it is named apart, with the way back."""
+    models = {"a": ModelSettings(source="random:1"), "b": ModelSettings(source="random:1")}
+    settings = Settings(models=models, state={"folder": str(tmp_path / "state")})
+    assert "serves a, b; examples" in launch.ready_line(settings, "http://here")
+    with StateServer(tmp_path / "state") as server:
+        client = connect(server.url, max_connections=1)
+        Lifecycle(client, "a").unload(0)
+        line = launch.ready_line(settings, "http://here")
+        assert "/v1 serves b; unloaded by an admin: a (genpool models load NAME); examples are at" in line
+        Lifecycle(client, "b").unload(0)
+        assert "serves no model; unloaded by an admin: a, b (" in launch.ready_line(settings, "http://here")
+        client.close()
 
 
 def test_a_url_with_an_ipv6_address_has_brackets() -> None:
