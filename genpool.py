@@ -141,12 +141,13 @@ def api() -> None:
     type=click.IntRange(1, 1024),
     help="Generations in flight at most. Default: the model's target_inflight.",
 )
-@click.option("-n", "--name", help="Celery node name, to choose one. Default: MODEL@HOST.")
+@click.option("-n", "--name", help="Celery node name, e.g. second@%h. Default: MODEL@HOST.")
 @click.option(
     "--device", metavar="DEVICES", help="What it sees as CUDA_VISIBLE_DEVICES, e.g. 0 or 0,1. Default: the model's."
 )
 def worker(model: str, concurrency: int | None, name: str | None, device: str | None) -> None:
-    """Run a Celery worker that serves MODEL. A second one of the same host registers as MODEL@HOST-2 by itself."""
+    """Run a Celery worker that serves MODEL. A second one of the same host registers as MODEL@HOST-2 by itself; for
+    `celery inspect` and `control -d` to tell the two apart, give one a name with -n."""
     settings = load_settings()
     launch.require_model(settings, model)
     device = launch.checked_device(settings.models[model].device_of(0) if device is None else device)
