@@ -1,6 +1,5 @@
 # `make run` serves a model, `make test` checks everything. Both make their own environment in .venv first.
 
-PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -14,9 +13,9 @@ PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 pyth
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-run: $(STAMP) ## Fetch the model, then serve it on PORT (8000).
+run: $(STAMP) ## Fetch the model, then serve it on PORT, or else server.port (8000).
 	$(BIN)/genpool models pull
-	@exec $(BIN)/genpool up --port $(PORT)
+	@exec $(BIN)/genpool up $(if $(PORT),--port $(PORT))
 
 llama: $(STAMP) ## Build llama.cpp, once for this machine (minutes; needs a C++ compiler), and install it.
 	@$(BIN)/python tools/build_llama.py

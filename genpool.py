@@ -96,8 +96,7 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
     host = settings.server.host
     check_exposed(host, keyed=KeyRing(settings).required)
     port = launch.claim_port(host, settings.server.port if port is None else port)
-    models = launch.enabled_models(settings)
-    ensure_models(settings, models)
+    ensure_models(settings, launch.enabled_models(settings))
     server = launch.embedded_server(settings)
     if server is None:
         require_state_server(settings)
@@ -107,12 +106,10 @@ def up(port: int | None, flower: bool, flower_port: int) -> None:
         supervisor = Supervisor(plan)
         following = Following(settings, supervisor, events=flower)
         url = launch.base_url(host, port)
-        ready = f"genpool is ready: {url}/v1 serves {', '.join(models) or 'no model'}; examples are at {url}/docs"
-        if flower:
-            ready += f"; Flower is at {launch.base_url(launch.FLOWER_HOST, flower_port)}"
+        beside = f"; Flower is at {launch.base_url(launch.FLOWER_HOST, flower_port)}" if flower else ""
 
         def is_ready() -> None:
-            supervisor.output.line(ready)
+            supervisor.output.line(launch.ready_line(settings, url) + beside)
             following.start()
 
         try:
@@ -144,12 +141,13 @@ def api() -> None:
     type=click.IntRange(1, 1024),
     help="Generations in flight at most. Default: the model's target_inflight.",
 )
-@click.option("-n", "--name", help="Celery node name, to choose one. Default: MODEL@HOST.")
+@click.option("-n", "--name", help="Celery node name, e.g. second@%h. Default: MODEL@HOST.")
 @click.option(
     "--device", metavar="DEVICES", help="What it sees as CUDA_VISIBLE_DEVICES, e.g. 0 or 0,1. Default: the model's."
 )
 def worker(model: str, concurrency: int | None, name: str | None, device: str | None) -> None:
-    """Run a Celery worker that serves MODEL. A second one of the same host registers as MODEL@HOST-2 by itself."""
+    """Run a Celery worker that serves MODEL. A second one of the same host registers as MODEL@HOST-2 by itself; for
+    `celery inspect` and `control -d` to tell the two apart, give one a name with -n."""
     settings = load_settings()
     launch.require_model(settings, model)
     device = launch.checked_device(settings.models[model].device_of(0) if device is None else device)

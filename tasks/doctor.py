@@ -25,9 +25,10 @@ from packaging.version import Version
 from pool.errors import ConfigurationError, StateUnavailable
 from pool.store.connection import connect, state_errors
 from pool.store.jobs import JobStore
+from pool.store.lifecycle import Lifecycle, Wanted
 from pool.store.memory import FULL_SHARE, memory_of
 from pool.store.nodes import is_spread, name_of, nodes
-from pool.store.ranks import Rank, RankRegistry
+from pool.store.ranks import Rank, serving
 from pool.store.server_binary import find_binary
 from tasks.api_keys import KeyRing, check_exposed
 from tasks.config import Settings, model_cache, state_folder, state_url
@@ -128,9 +129,9 @@ def _state(settings: Settings, clock: Callable[[], float]) -> Generator[Finding,
             for finding in _server(server, clock):
                 yield replace(finding, check=f"{finding.check} {name_of(client, server)}".rstrip())
         for model in enabled_models(settings):
-            live = RankRegistry(client, model).live()
-            ranks += live
-            yield _served(model, live)
+            wanted, present = Lifecycle(client, model).look()
+            ranks += serving(present)
+            yield _served(model, wanted, present)
     except StateUnavailable as error:
         yield Finding("state server", FAILED, error.message, "Look into the state server's log.")
     finally:
@@ -225,7 +226,12 @@ def _clock_offset(server: Any, clock: Callable[[], float]) -> Finding:
     return Finding("clock", OK, detail)
 
 
-def _served(model: str, ranks: list[Rank]) -> Finding:
+def _served(model: str, wanted: Wanted, present: list[Rank]) -> Finding:
+    """What an admin wants is no failure, as long as there is somebody to load the model again."""
+    ranks = serving(present)
+    if present and wanted.unloads and not wanted.loads_next:
+        state = wanted.state(present)
+        return Finding(f"worker {model}", OK, f"{state} by an admin; to load it: genpool models load {model}")
     if not ranks:
         return Finding(f"worker {model}", FAILED, "no live worker", f"Run: genpool up, or: genpool worker {model}")
     return Finding(f"worker {model}", OK, ", ".join(sorted(rank.id for rank in ranks)))

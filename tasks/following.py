@@ -74,13 +74,17 @@ class Following:
         settings = self._settings.model_copy(update={"models": dict(models)})
         return {child.name: replace(child, vital=False) for child in workers(settings, events=self._events)}
 
+    def look(self) -> None:
+        """Ask once. A state server that is away is told of once, until it is back; while all stops, it may be."""
+        try:
+            self._catalogue.follow()
+        except (GenpoolError, OSError) as error:
+            if not self._is_silent and not self._supervisor.is_stopping:
+                log.warning("the catalogue cannot be asked for: %s; it is tried again", type(error).__name__)
+                self._is_silent = True
+        else:
+            self._is_silent = False
+
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_S):
-            try:
-                self._catalogue.follow()
-            except (GenpoolError, OSError) as error:
-                if not self._is_silent:
-                    log.warning("the catalogue cannot be asked for: %s", type(error).__name__)
-                self._is_silent = True
-            else:
-                self._is_silent = False
+            self.look()

@@ -72,6 +72,9 @@ def _named(option: str) -> tuple[str, Any]:
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
+    unknown = next((name for name in options if name not in Sampling.model_fields), None)
+    if unknown is not None:
+        raise InvalidRequest(f"Unknown option: {unknown}.", param=unknown)
     if isinstance(options.get("stop"), str):
         options["stop"] = [options["stop"]]
     try:

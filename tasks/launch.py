@@ -20,6 +20,7 @@ from pool.errors import ConfigurationError, StateUnavailable, UnknownModel
 from pool.replica_settings import names_devices
 from pool.rules.model_states import FAILED, LOADING
 from pool.store.connection import connect
+from pool.store.lifecycle import Lifecycle
 from pool.store.ranks import RankRegistry
 from pool.store.server import StateServer
 from pool.store.totals import surveys
@@ -246,6 +247,27 @@ def claim_port(host: str, port: int) -> int:
 def base_url(host: str, port: int) -> str:
     """What clients put in front of `/v1`."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def ready_line(settings: Settings, url: str) -> str:
+    """What there is to say when everything runs: which models it serves, and which an admin has unloaded."""
+    unloaded = _unloaded_models(settings)
+    served = [model for model in enabled_models(settings) if model not in unloaded]
+    line = f"genpool is ready: {url}/v1 serves {', '.join(served) or 'no model'}"
+    if unloaded:
+        line += f"; unloaded by an admin: {', '.join(unloaded)} (genpool models load NAME)"
+    return f"{line}; examples are at {url}/docs"
+
+
+def _unloaded_models(settings: Settings) -> list[str]:
+    """Enabled models that take no requests until an admin loads them again; none where that cannot be told."""
+    client = connect(state_url(settings), max_connections=1, timeout_s=READY_TIMEOUT_S)
+    try:
+        return [model for model in enabled_models(settings) if Lifecycle(client, model).read().unloads]
+    except StateUnavailable:
+        return []
+    finally:
+        client.connection_pool.disconnect()
 
 
 def exec_worker(model: str, *, concurrency: int | None, name: str | None, device: str) -> None:

@@ -99,7 +99,8 @@ class ModelAdmin:
             if now.wanted.change > change or (now.wanted.unloads and not now.wanted.loads_next) != unloads:
                 raise Superseded(f"Something else was asked of {now.model} meanwhile: it is {now.state}.")
             if now.state == FAILED and not now.wanted.unloads:
-                raise ModelLoadFailed(f"{now.model} could not be loaded: {now.wanted.last_error or 'see its ranks'}.")
+                why = now.wanted.last_error or "see its ranks"
+                raise ModelLoadFailed(f"{now.model} could not be loaded: {why.rstrip('.')}.")
             if now.state == (UNLOADED if unloads else LOADED) or time.monotonic() >= until_s or is_over():
                 return now
             time.sleep(LOOK_S)

@@ -81,7 +81,7 @@ class Maintenance:
             for chore in self._chores:
                 self._attempt("chore", chore)
         except (GenpoolError, OSError) as error:
-            self._failed("", type(error).__name__)
+            self._failed("", f"{type(error).__name__}; it is tried again")
         else:
             self._failing.discard("")
 

@@ -49,9 +49,12 @@ def unload(model: str, drain_timeout: float | None, no_wait: bool, timeout: floa
 @click.command("reload")
 def reload_models() -> None:
     """Read the models of the configuration file again, in every API and worker process. Prints as JSON what has
-    changed since it was read last."""
+    changed since it was read last; other settings count from each process's next start."""
     with _services_of(load_settings()) as services:
-        click.echo(json.dumps(asdict(services.catalogue.reload()), indent=2))
+        changes = asdict(services.catalogue.reload())
+    # This process began with the file as it is now: of what the others began with beside models it knows nothing.
+    del changes["needs_restart"]
+    click.echo(json.dumps(changes, indent=2))
 
 
 @contextmanager

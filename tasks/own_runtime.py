@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from pool.errors import ConfigurationError, StateUnavailable
+from pool.errors import ConfigurationError, ModelClosed, StateUnavailable
 from pool.store.connection import connect
+from pool.store.lifecycle import Lifecycle
 from pool.store.ranks import RankRegistry
+from pool.store.refusals import closed
 from pool.store.server import answers
 from tasks.config import Settings, state_folder, state_url
 from tasks.launch import HAND_BACK, embedded_server, state_child, worker_child
@@ -53,7 +55,8 @@ def own_runtime(settings: Settings, model: str, note: Callable[[str], None]) -> 
     """Make sure that a state server answers and a worker serves `model`; what was started here ends with the block.
 
     Yields the supervisor of what was started: its `turn` must be called now and then, and its `failure` be heeded.
-    Raises StateUnavailable when the named state server does not answer, or an own one does not start.
+    Raises StateUnavailable when the named state server does not answer, or an own one does not start; ModelClosed for a
+    model that an admin has unloaded: no worker would ever load it.
     """
     with ExitStack() as stack:
         users = stack.enter_context(_locked(settings, "users.lock", fcntl.LOCK_SH))
@@ -69,16 +72,21 @@ def _start_what_is_missing(
     server = None if settings.state.url or answers(state_url(settings)) else embedded_server(settings)
     if server is None:
         require_state_server(settings)
+        _refuse_unloaded(settings, model)
+        children = []
     else:
         stack.callback(server.release)
-    children = [] if server is None else [state_child(server)]
+        state = state_child(server)
+        # Before the stage of the worker, and as soon as it can be read: what is wanted is kept in the folder.
+        children = [replace(state, ready=lambda: server.is_ready() and _refuse_unloaded(settings, model, kept=True))]
     if server is not None or not _is_served(settings, model):
         log_path = state_folder(settings) / f"worker-{model}.log"
         worker = worker_child(settings, model, log_path=log_path)
         children.append(
             replace(
                 worker,
-                ready=lambda: _is_served(settings, model),
+                # An admin may unload it while it is waited for.
+                ready=lambda: _refuse_unloaded(settings, model) and _is_served(settings, model),
                 stop_signal=HAND_BACK,
                 stop_grace_s=HAND_BACK_S,
             )
@@ -109,6 +117,27 @@ def _is_served(settings: Settings, model: str) -> bool:
         return False
     finally:
         client.close()
+
+
+def _refuse_unloaded(settings: Settings, model: str, *, kept: bool = False) -> bool:
+    """Raise ModelClosed where an admin has unloaded `model`, for good. True otherwise, False when that cannot be told.
+    `kept`: nothing ran before, so that nobody can load it as things are."""
+    client = connect(state_url(settings), max_connections=1)
+    try:
+        wanted = Lifecycle(client, model).read()
+    except StateUnavailable:
+        return False
+    finally:
+        client.close()
+    if not wanted.unloads or wanted.loads_next:
+        return True
+    if kept:
+        raise ModelClosed(
+            f"{model} is not loaded: an admin has unloaded it, which {state_folder(settings)} keeps. "
+            f"Run: genpool up, then: genpool models load {model}",
+            code="model_not_loaded",
+        )
+    raise closed(model, b"unloaded" if wanted.is_unloaded else b"unloading", again=False)
 
 
 @contextmanager

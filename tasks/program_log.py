@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 
 from pool.program_settings import ProgramSettings
 from pool.rules.programs.admission import Decision
@@ -20,6 +21,7 @@ from pool.rules.programs.ttl import (
     REFERENCE_BATCH,
     REFERENCE_CONTEXT_TOKENS,
     REFERENCE_PREFILL_TOKENS,
+    ReferenceCalibration,
     reference_calibration,
 )
 from pool.store.program_upkeep import Expired, Look
@@ -53,23 +55,27 @@ def set_log_level(settings: ProgramSettings) -> None:
     log.setLevel(settings.log_level.upper())
 
 
-def tell_calibration(model: str, settings: ProgramSettings) -> None:
-    """Warn of coefficients that nobody measured, with what those in force say of two loads."""
-    found = reference_calibration(settings)
-    if found is None:
-        return
-    tell(
-        logging.WARNING,
-        "program_scheduling_reference_calibration",
-        model=model,
-        defaults=",".join(found.fields),
-        prefill_tokens=REFERENCE_PREFILL_TOKENS,
-        prefill_s=found.prefill_seconds,
-        batch=REFERENCE_BATCH,
-        context_tokens=REFERENCE_CONTEXT_TOKENS,
-        decode_tokens_per_s=found.decode_tokens_per_s,
-        advice="those are of a reference machine, and a wrong guess makes decisions worse: genpool calibrate",
-    )
+def tell_calibrations(models: Mapping[str, ProgramSettings]) -> None:
+    """Warn of coefficients that nobody measured, with what those in force say of two loads: once for all models of
+    which the same is to be said."""
+    alike: dict[ReferenceCalibration, list[str]] = {}
+    for model, settings in models.items():
+        found = reference_calibration(settings)
+        if found is not None:
+            alike.setdefault(found, []).append(model)
+    for found, names in alike.items():
+        tell(
+            logging.WARNING,
+            "program_scheduling_reference_calibration",
+            model=",".join(names),
+            defaults=",".join(found.fields),
+            prefill_tokens=REFERENCE_PREFILL_TOKENS,
+            prefill_s=found.prefill_seconds,
+            batch=REFERENCE_BATCH,
+            context_tokens=REFERENCE_CONTEXT_TOKENS,
+            decode_tokens_per_s=found.decode_tokens_per_s,
+            advice="those are of a reference machine, and a wrong guess makes decisions worse: genpool calibrate",
+        )
 
 
 class Teller:

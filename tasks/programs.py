@@ -27,7 +27,7 @@ from pool.store.program_upkeep import ProgramUpkeep
 from pool.store.programs import ProgramStore
 from tasks.config import Settings
 from tasks.program_homes import Homes, Newcomer
-from tasks.program_log import Teller, tell, tell_calibration
+from tasks.program_log import Teller, tell, tell_calibrations
 from tasks.program_planning import Planner
 from tasks.program_ranks import RankKeeper
 from tasks.program_times import ArrivalTimes, Patience
@@ -135,10 +135,11 @@ class Programs:
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin to plan, in a thread of its own, when woken and each `metrics_interval_seconds`."""
-        for model in self._enabled:
-            tell_calibration(model, self._settings[model])
+    def start(self, serves: Collection[str] | None = None) -> None:
+        """Begin to plan, in a thread of its own, when woken and each `metrics_interval_seconds`. `serves`: models that
+        this process runs, None for one that hands on requests of all: those it warns about."""
+        told = self._enabled if serves is None else [model for model in self._enabled if model in serves]
+        tell_calibrations({model: self._settings[model] for model in told})
         self._thread.start()
 
     def stop(self) -> None:

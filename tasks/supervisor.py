@@ -221,6 +221,11 @@ class Supervisor:
                 return life.process.pid
         return None
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was told to stop, or has given up: children end now because they shall. For any thread."""
+        return bool(self._signals) or self.failure is not None
+
     def names(self) -> list[str]:
         """All children there are, those included that were told to leave and have not ended."""
         return [life.child.name for life in self._all()]
@@ -284,7 +289,7 @@ class Supervisor:
 
     def turn(self) -> bool:
         """Look after the children once. False: it is time to `stop` (`failure` says why, if not by a signal)."""
-        if self._signals or self.failure is not None:
+        if self.is_stopping:
             return False
         now = time.monotonic()
         for life in [life for stage in self._started for life in stage]:

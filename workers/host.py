@@ -67,7 +67,7 @@ class Host:
         self._maintenance.start()
         if self._services.programs is not None:
             set_log_level(self._services.settings.programs)
-            self._services.programs.start()
+            self._services.programs.start(self.wanted(self._worker.app, self._services.catalogue.models))
         self._thread.start()
 
     def stop(self, grace_s: float) -> None:

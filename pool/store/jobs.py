@@ -72,8 +72,8 @@ class JobStore:
         `key`: the Idempotency-Key that was claimed for it; a refusal is then final for this id, and the key is free.
         `way`: how it comes in.
 
-        Raises QueueFull and ModelClosed (nothing stored), and StateUnavailable: submitting the same NewJob again is
-        safe.
+        Raises QueueFull, ModelClosed and InvalidRequest (`n` is over what may ever be held; nothing stored), and
+        StateUnavailable: submitting the same NewJob again is safe.
         """
         keys = keys_of(job.ref)
         shortage = self._memory.refusal(keys.queue)
@@ -105,7 +105,7 @@ class JobStore:
             if key is not None:
                 self.release(job, key)
             if code == b"closed":
-                raise closed(job, detail[1], again=bool(detail[2]))
+                raise closed(job.ref.model, detail[1], again=bool(detail[2]))
             raise shortage or refusal(job, code, detail, self._pending_per_model)
 
     def _timely(self, keys: ModelKeys, build: Callable[[int], Command]) -> list[Any]:

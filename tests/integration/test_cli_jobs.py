@@ -147,6 +147,21 @@ def test_generate_uses_a_state_server_that_runs(environment: dict[str, str], tmp
     assert answers(socket_url(tmp_path / "state"))
 
 
+def test_generate_refuses_a_model_that_is_unloaded(environment: dict[str, str], tmp_path: Path) -> None:
+    """It says so at once, as `submit` does, and starts nothing. Where nothing runs, what is wanted is in the folder: it
+    names the way out and leaves nothing behind."""
+    with StateServer(tmp_path / "state"):
+        assert run(environment, "models", "unload", MODEL) == (0, f"{MODEL}: unloaded\n", "")
+        refused = run(environment, "generate", "Hello")
+        assert refused == (1, "", f"Error: {MODEL} is not loaded. An admin must load it.\n")
+        assert refused == run(environment, "submit", "Hello")
+    code, out, err = run(environment, "generate", "Hello")
+    assert (code, out) == (1, "")
+    assert f"Run: genpool up, then: genpool models load {MODEL}\n" in err
+    assert not answers(socket_url(tmp_path / "state"))
+    assert not (tmp_path / "state" / f"worker-{MODEL}.log").exists()
+
+
 def test_two_at_once_share_one_state_server(environment: dict[str, str]) -> None:
     """Whoever comes second is served to its end, whichever of the two owns the server."""
     with (

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from genpool import cli
 from pool.store.connection import Client, connect
+from pool.store.lifecycle import Lifecycle
 from pool.store.server import StateServer
 from tasks import doctor
 from tasks.api_keys import new_key
@@ -108,6 +109,19 @@ def test_what_is_wrong_with_the_state_server_is_named(settings: Settings, client
     client.config_set("maxmemory", int(client.info("memory")["used_memory"] * 1.1))
     assert failed(settings) == {"state memory policy", "state persistence", "state memory", f"worker {MODEL}"}
     client.delete("gp:test:ballast")
+
+
+def test_a_model_that_an_admin_unloaded_is_no_failure(
+    settings: Settings, client: Client, worker: PlayingWorker
+) -> None:
+    """Its worker lives, and the way back is shown. Without a worker nobody could load it: that is one."""
+    Lifecycle(client, MODEL).unload(0)
+    assert worker.registry.beat(worker.rank, "life-1", lease_ms=60_000, facts={"state": "unloaded"})
+    finding = found(settings)[f"worker {MODEL}"]
+    assert (finding.status, failed(settings)) == (OK, set())
+    assert "by an admin" in finding.detail and finding.detail.endswith(f"genpool models load {MODEL}")
+    worker.registry.retire(worker.rank, "life-1")
+    assert failed(settings) == {f"worker {MODEL}"}
 
 
 @pytest.mark.usefixtures("worker")

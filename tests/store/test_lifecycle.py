@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from pool.errors import ModelClosed
+from pool.settings import ModelSettings
+from pool.state_settings import StateSettings
 from pool.store.connection import Client
 from pool.store.delivery import Delivery
 from pool.store.handouts import Write
@@ -13,6 +17,9 @@ from pool.store.keys import ModelKeys
 from pool.store.lifecycle import Lifecycle
 from pool.store.ranks import RankRegistry, Wish
 from pool.store.unloading import Unloading
+from tasks.config import Settings
+from tasks.lifecycle import ModelAdmin, ModelLoadFailed
+from tasks.services import open_services
 from tests.builders import RESULT_TTL_MS, completed, delivery, entry, new_job, sweeper, swept_steadily
 
 MODEL = "tiny"
@@ -50,6 +57,19 @@ def refusal(store: JobStore, **fields: object) -> ModelClosed:
         store.submit(new_job(), **fields)  # type: ignore[arg-type] # a test's own
     assert refused.value.param == "model"
     return refused.value
+
+
+def test_a_load_that_failed_says_why_in_one_sentence(redis_url: str, client: Client, lifecycle: Lifecycle) -> None:
+    """Whether or not the reason ends as one."""
+    settings = Settings(state=StateSettings(url=redis_url), models={MODEL: ModelSettings(source="random:1")})
+    with closing(open_services(settings)) as services:
+        beat(client, "rank-a", "failed")
+        asked = ModelAdmin(services).load(MODEL)
+        for reason in ("No weights at x.", "No weights at x"):
+            lifecycle.load_failed(asked.wanted.change, "rank-a", reason)
+            with pytest.raises(ModelLoadFailed) as failed:
+                ModelAdmin(services).settle(asked, 0)
+            assert failed.value.message == "tiny could not be loaded: No weights at x."
 
 
 def test_an_unload_ends_what_waits_and_spares_what_runs(

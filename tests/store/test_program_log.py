@@ -7,7 +7,10 @@ import logging
 import pytest
 
 from pool.program_settings import ProgramSettings
+from pool.settings import ModelSettings
+from tasks.config import Settings
 from tasks.program_log import log, set_log_level, tell
+from tasks.programs import Programs
 from tests.program_lines import line_of, told
 from tests.program_scene import pid
 from tests.program_site import HELD, MODEL, Site, with_settings
@@ -163,3 +166,18 @@ def test_planning_that_fails_is_told_once_without_values(site: Site, caplog: pyt
     assert ",programs._attempt:" in line.values["place"]
     assert "canary" not in caplog.text
     scene.client.delete(scene.keys.dirty)
+
+
+def test_models_of_which_the_same_is_to_be_said_share_a_line(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """In an API process; a worker tells of the models that it serves alone."""
+    own = {"c": {"prefill_cost_model": {"intercept_seconds": 1}}}
+    configured = Settings(
+        programs=ProgramSettings.model_validate({"enabled": True, "models": own}),
+        models={name: ModelSettings(source="random:1") for name in ("a", "b", "c")},
+    )
+    for serves, lines in ((None, ["a,b", "c"]), (["b"], ["b"])):
+        caplog.clear()
+        process = Programs(site.scene.client, site.scene.jobs, configured, terms=site.scene.terms)
+        process.start(serves)
+        process.stop()
+        assert [line.values["model"] for line in told(caplog, "program_scheduling_reference_calibration")] == lines

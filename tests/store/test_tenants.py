@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pool.errors import JobExpired, JobUnknown, QueueFull
+from pool.errors import InvalidRequest, JobExpired, JobUnknown, QueueFull
 from pool.store.audit import Audit
 from pool.store.connection import Client
 from pool.store.delivery import Delivery
@@ -45,6 +45,21 @@ def test_a_tenant_holds_no_more_than_its_limit(store: JobStore, client: Client) 
     store.submit(new_job(tenant="a"))  # not counted: from another door
     store.submit(job("a", cap=3))  # another key of the tenant, with a limit of its own
     assert Audit(client, "tiny").run() == []
+    client.flushall()
+
+
+def test_what_no_wait_makes_room_for_is_a_wrong_request(client: Client) -> None:
+    """More choices than the tenant, or the model, may ever hold: `n` is named with the limit, whoever holds what now;
+    nothing is left."""
+    store = job_store(client, cap=3)
+    store.submit(job("b", n=2))
+    for new, limit in ((job("a", cap=1, n=2), 1), (job("a", cap=9, n=4), 3), (job("a", cap=1, n=3), 1)):
+        before = sorted(client.scan_iter())
+        with pytest.raises(InvalidRequest, match=rf"n={new.n} .* {limit}, queued") as wrong:
+            store.submit(new)
+        assert wrong.value.param == "n"
+        assert sorted(client.scan_iter()) == before
+    assert "n=" not in refused(store, job("a", n=2))
     client.flushall()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import click
@@ -13,6 +14,9 @@ from click.testing import CliRunner, Result
 
 from genpool import cli
 from pool.errors import InvalidRequest, UnknownModel
+from pool.settings import ModelSettings
+from pool.store.connection import connect
+from pool.store.lifecycle import Lifecycle
 from pool.store.server import StateServer
 from tasks import launch
 from tasks.api_keys import KeyRing
@@ -172,6 +176,19 @@ def test_up_refuses_a_port_that_is_taken() -> None:
     assert "cannot be used: Address already in use. Choose another one." in result.stderr
 
 
+def test_make_run_leaves_the_port_to_the_settings() -> None:
+    """Unless it is given."""
+    root = Path(__file__).parents[2]
+    environ = {name: value for name, value in os.environ.items() if name != "PORT"}
+    command = ["make", "-n", "--no-print-directory", "-o", ".venv/.installed", "run"]
+    plain, given = (
+        subprocess.run([*command, *more], cwd=root, env=environ, capture_output=True, text=True, check=True).stdout
+        for more in ([], ["PORT=9000"])
+    )
+    assert "genpool up" in plain and "--port" not in plain
+    assert "genpool up --port 9000" in given
+
+
 def test_up_refuses_a_port_of_flower_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state folder is not touched."""
     monkeypatch.setenv("GENPOOL_MODELS__SMOLLM2_135M_INSTRUCT__ENABLED", "false")
@@ -266,7 +283,12 @@ def test_any_sampling_option_can_be_named() -> None:
     assert found == Sampling(
         temperature=0.5, seed=7, top_p=0.9, logit_bias={5: -100}, stop=("END",), logprobs=True, stop_token_ids=(3,)
     )
-    for wrong, named in (("top_p=2", "top_p"), ("top_p", "NAME=VALUE"), ("tpo_p=1", "tpo_p"), ("top_p=x", "top_p")):
+    for wrong, named in (
+        ("top_p=2", "top_p"),
+        ("top_p", "NAME=VALUE"),
+        ("tpo_p=1", r"^Unknown option: tpo_p\.$"),
+        ("top_p=x", "top_p"),
+    ):
         with pytest.raises(InvalidRequest, match=named):
             build(wrong)
 
@@ -368,6 +390,21 @@ def test_a_worker_consumes_its_models_queue_under_a_name_of_its_own() -> None:
     assert argv[argv.index("-n") + 1] == "second@here"
     assert argv[argv.index("--concurrency") + 1] == "4"
     assert f"{SHIPPED}@%h" in launch.worker_argv(SHIPPED)
+
+
+def test_the_ready_line_serves_no_model_that_is_unloaded(tmp_path: Path) -> None:
+    """What an admin wants outlives everything; it is named apart, with the way back."""
+    models = {"a": ModelSettings(source="random:1"), "b": ModelSettings(source="random:1")}
+    settings = Settings(models=models, state={"folder": str(tmp_path / "state")})
+    assert "serves a, b; examples" in launch.ready_line(settings, "http://here")
+    with StateServer(tmp_path / "state") as server:
+        client = connect(server.url, max_connections=1)
+        Lifecycle(client, "a").unload(0)
+        line = launch.ready_line(settings, "http://here")
+        assert "/v1 serves b; unloaded by an admin: a (genpool models load NAME); examples are at" in line
+        Lifecycle(client, "b").unload(0)
+        assert "serves no model; unloaded by an admin: a, b (" in launch.ready_line(settings, "http://here")
+        client.close()
 
 
 def test_a_url_with_an_ipv6_address_has_brackets() -> None:

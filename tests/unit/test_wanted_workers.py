@@ -72,3 +72,24 @@ def test_those_that_are_wanted_are_there_and_no_others(settings: Settings) -> No
     assert supervisor.there["worker tiny"] is first["worker tiny"]
     assert supervisor.there["worker tiny 2"] is not first["worker tiny 2"]
     following.stop()
+
+
+def test_a_state_server_that_is_away_is_told_of_once_and_not_while_all_stops(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody runs here. Somebody who stops everything stops that, too."""
+    supervisor = Asked([])
+    following = Following(settings, supervisor, events=False)
+
+    def look() -> None:
+        following._catalogue._next_s = 0.0
+        following.look()
+
+    supervisor.request_stop()
+    look()
+    assert caplog.messages == []
+    supervisor._signals = 0
+    for _ in range(2):
+        look()
+    assert caplog.messages == ["the catalogue cannot be asked for: StateUnavailable; it is tried again"]
+    following.stop()

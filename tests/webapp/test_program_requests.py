@@ -313,6 +313,7 @@ def test_a_deadline_that_passes_in_the_queue(app: ProgramApp) -> None:
     """504, and no client sends it again."""
     answer = given_up(app, **context("p", deadline_seconds=0.2))
     assert error_of(answer, 504)["code"] == "deadline_exceeded"
+    assert "before it began" in error_of(answer, 504)["message"]
     assert answer.headers["x-should-retry"] == "false"
     assert app.held == 0 and app.record("p") is None
 

@@ -30,7 +30,7 @@ redis.call('ZREM', keys.timers, kind .. ':' .. token)
 if not live then return {'void'} end
 keys.blocks = blocks
 local by_deadline = kind == 'queue' and redis.call('HGET', keys.job, 'waits_by_deadline')
-local why = kind == 'reader' and {} or reason_of(by_deadline and 'deadline' or kind)
+local why = kind == 'reader' and {} or reason_of(by_deadline and 'wait_deadline' or kind)
 local state = kind == 'reader' and 'cancelled' or 'failed'
 local watch, worker = finish(keys, token, seen, state, ttl, at.ms, why)
 conclude(at, p, ticket, token, kind == 'reader' and 'request_cancelled' or 'request_failed', {})

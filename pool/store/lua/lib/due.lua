@@ -3,6 +3,7 @@ local REASONS = {
   queue = {'queue_timeout', 'No worker began it within its queue timeout.'},
   run = {'run_timeout', 'It did not end within its run timeout.'},
   deadline = {'deadline_exceeded', 'Its deadline passed before it ended.'},
+  wait_deadline = {'deadline_exceeded', 'The deadline_seconds of its context passed before it began.'},
 }
 
 -- The reply when the timer of this kind is not to be carried out now.
