@@ -87,9 +87,9 @@ class Catalogue:
         """
         with self._lock:
             found = self._load()
+            self._remember(found.settings.models)
             version, former = self._publish(found.file_models)
             changes = self._changes(version, former, found)
-            self._remember(found.settings.models)
             self._take(found, version, digest_of(found.file_models))
         log.warning("catalogue %d: %d models", version, len(self.models))
         return changes
